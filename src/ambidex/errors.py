@@ -1,0 +1,54 @@
+"""Every error that a user can meet, as a typed exception whose text is a full sentence.
+
+A message names what was wrong, the numbers, and the next step. Mistakes of our own are asserts,
+except a forbidden status transition, which is :class:`InvalidRequestError`.
+"""
+
+from __future__ import annotations
+
+
+class AmbidexError(Exception):
+    """Base of all errors that are shown to a user in one line, without a traceback."""
+
+
+class OptionError(AmbidexError):
+    """A command-line option, an environment variable or a configuration file is wrong."""
+
+
+class ModelNotFoundError(AmbidexError):
+    """MODEL is no path, no alias and no hub id that can be had here."""
+
+
+class InvalidModelError(AmbidexError):
+    """A model's files are damaged, incomplete or contradict each other."""
+
+
+class UnsupportedModelError(AmbidexError):
+    """The files are sound, but this architecture, tensor type or tokenizer is not supported."""
+
+
+class DownloadError(AmbidexError):
+    """A model could not be fetched: no network, no space, a wrong checksum, an unwritable cache."""
+
+
+class OutOfMemory(AmbidexError):
+    """A reservation would exceed the capacity of a memory."""
+
+
+class RequestError(AmbidexError):
+    """A client's request cannot be served; the server answers HTTP 400.
+
+    ``param`` names the offending field, as in OpenAI's error object.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(AmbidexError):
+    """The engine process died while requests were running; the server answers HTTP 500."""
+
+
+class InvalidRequestError(AssertionError):
+    """A request was moved between two statuses that the transition table does not join: our bug."""
