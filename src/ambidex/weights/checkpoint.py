@@ -1,0 +1,306 @@
+"""One model's files behind one interface: configuration, tensors by name, tokenizer files.
+
+Opening reads headers only and needs no torch; ``load`` gives one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ambidex.config import CheckpointConfig
+from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
+from ambidex.weights.gguf import GGUFSource, split_parts
+from ambidex.weights.headers import GGUFHeader, parse_json_object
+from ambidex.weights.safetensors import SafetensorsSource, shards_of
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+#: What a tokenizer may be made of.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class TensorSource(Protocol):
+    """What a file format has to offer."""
+
+    num_bytes: int
+    num_parameters: int
+    dtype_name: str
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def load(self, name: str) -> torch.Tensor: ...
+
+
+class Checkpoint:
+    """A model's files, opened. Tensor names are those of a Hugging Face checkpoint."""
+
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        source: TensorSource,
+        config: CheckpointConfig,
+        generation_config: dict[str, Any],
+        tokenizer_files: dict[str, Path],
+        gguf: GGUFHeader | None = None,
+    ) -> None:
+        self.path = path
+        #: safetensors | gguf | torch
+        self.format = format
+        self.config = config
+        self.generation_config = generation_config
+        #: Those of :data:`TOKENIZER_FILES` that lie beside the weights, by name.
+        self.tokenizer_files = tokenizer_files
+        #: The GGUF header with the tokenizer's metadata; None for the other formats.
+        self.gguf = gguf
+        self._source = source
+        self._names = frozenset(source.names())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights, as the files hold them."""
+        return self._source.num_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        return self._source.num_parameters
+
+    @property
+    def dtype_name(self) -> str:
+        """The type that most bytes have: "bfloat16", "float32", "Q4_1" ..."""
+        return self._source.dtype_name
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def tensor_names(self) -> list[str]:
+        return self._source.names()
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor; raises :class:`InvalidModelError` where there is none."""
+        self._require(name)
+        return self._source.shape(name)
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor: the file's dtype, or float32 for GGUF. It may lie in the mapped file.
+
+        Raises :class:`InvalidModelError` where there is none of this name.
+        """
+        self._require(name)
+        return self._source.load(name)
+
+    def _require(self, name: str) -> None:
+        if name not in self._names:
+            raise InvalidModelError(
+                f"{self.path} has no tensor '{name}' among its {len(self._names)}. The files do "
+                "not fit the configuration; download the model again."
+            )
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path}, {self.format}, {self.dtype_name})"
+
+
+def open_checkpoint(path: Path | str, hf_overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a folder with ``config.json`` and weights, or a weight file.
+
+    ``hf_overrides`` is merged into the configuration, level by level. Raises
+    :class:`ModelNotFoundError`, :class:`InvalidModelError` or :class:`UnsupportedModelError`.
+    """
+    path = Path(path)
+    overrides = dict(hf_overrides or {})
+    if path.is_dir():
+        return _open_folder(path, overrides)
+    if not path.exists():
+        raise ModelNotFoundError(f"There is no file or folder {path}. Check the path.")
+    suffix = path.suffix.lower()
+    if suffix == ".gguf":
+        return _open_gguf(path, overrides)
+    if suffix == ".safetensors":
+        return _open_hf(path, "safetensors", SafetensorsSource([path]), path.parent, overrides)
+    if suffix in _TORCH_SUFFIXES:
+        return _open_hf(path, "torch", TorchSource([path]), path.parent, overrides)
+    raise UnsupportedModelError(
+        f"{path} is no model file: give a folder with config.json, or a file that ends in .gguf, "
+        f".safetensors or {', '.join(_TORCH_SUFFIXES)}."
+    )
+
+
+def _open_folder(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = shards_of(index)
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        source: TensorSource = SafetensorsSource(files, weight_map)
+        return _open_hf(folder, "safetensors", source, folder, overrides)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if files:
+        chosen = _choose(folder, files, "model.safetensors")
+        return _open_hf(folder, "safetensors", SafetensorsSource(chosen), folder, overrides)
+    files = [folder / name for name in names if name.lower().endswith(".gguf")]
+    if files:
+        if set(split_parts(files[0])) != set(files):
+            raise InvalidModelError(
+                f"{folder} holds {len(files)} GGUF files: {_listed(files)}. Give the path of one."
+            )
+        return _open_gguf(files[0], overrides)
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(shards_of(index).values()))]
+        return _open_hf(folder, "torch", TorchSource(files), folder, overrides)
+    files = [folder / name for name in names if name.endswith(_TORCH_SUFFIXES)]
+    # Left over by trainers; they hold no weights.
+    files = [file for file in files if file.stem not in ("training_args", "optimizer", "scheduler")]
+    if files:
+        chosen = _choose(folder, files, "pytorch_model.bin")
+        return _open_hf(folder, "torch", TorchSource(chosen), folder, overrides)
+    raise InvalidModelError(
+        f"{folder} holds no weights: no .safetensors, .gguf or {', '.join(_TORCH_SUFFIXES)} file "
+        f"among its {len(names)} files. Download the model again, or give another folder."
+    )
+
+
+def _choose(folder: Path, files: list[Path], preferred: str) -> list[Path]:
+    """The one weight file of a folder without an index."""
+    named = [file for file in files if file.name == preferred]
+    if named or len(files) == 1:
+        return named or files
+    raise InvalidModelError(
+        f"{folder} holds {len(files)} weight files and neither {preferred} nor an index that joins "
+        f"them: {_listed(files)}. Download {preferred}.index.json, or give the path of one file."
+    )
+
+
+def _listed(files: list[Path]) -> str:
+    return ", ".join(file.name for file in files[:4]) + (" ..." if len(files) > 4 else "")
+
+
+def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
+    source = GGUFSource(path)
+    config = CheckpointConfig(merged(source.config, overrides), str(path))
+    return Checkpoint(
+        path, "gguf", source, config, source.generation_config, {}, gguf=source.header
+    )
+
+
+def _open_hf(
+    path: Path, format: str, source: TensorSource, folder: Path, overrides: dict[str, Any]
+) -> Checkpoint:
+    values = read_config(folder, overrides)
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    config = CheckpointConfig(values, str(folder / "config.json"))
+    return Checkpoint(path, format, source, config, generation, files)
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` with overrides; a text model's nested ``text_config`` is brought up."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InvalidModelError(
+            f"{folder} has no config.json beside its weights. Download it from where the weights "
+            "come from."
+        )
+    values = merged(_read_json(path), overrides)
+    nested, names = values.get("text_config"), values.get("architectures")
+    is_text_only = isinstance(names, list) and any(
+        isinstance(name, str) and name.endswith("ForCausalLM") for name in names
+    )
+    if is_text_only and isinstance(nested, dict):
+        outer = {key: value for key, value in values.items() if key != "text_config"}
+        inner = {key: value for key, value in nested.items() if key != "architectures"}
+        values = {**outer, **inner}
+    return values
+
+
+def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``overrides``; where both have an object, its fields are merged."""
+    result = dict(base)
+    for key, value in overrides.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return parse_json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InvalidModelError(
+            f"{path} cannot be read: {error.strerror or error}. Check its permissions."
+        ) from None
+
+
+class TorchSource:
+    """Weights of ``.bin`` or ``.pt`` files, through torch's weights-only loader, mapped."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            self._tensors.update(_load_torch_file(file))
+        tensors = self._tensors.values()
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.num_parameters = sum(tensor.numel() for tensor in tensors)
+        sizes: Counter[str] = Counter()
+        for tensor in tensors:
+            name = str(tensor.dtype).removeprefix("torch.")
+            sizes[name] += tensor.numel() * tensor.element_size()
+        self.dtype_name = sizes.most_common(1)[0][0]
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def _load_torch_file(path: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    if not zipfile.is_zipfile(path):
+        raise InvalidModelError(
+            f"{path} is truncated, or in torch's old format, which cannot be mapped. Download it "
+            "again, or convert it to safetensors."
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        # A file that is refused, and a damaged one, can raise nearly anything in there.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidModelError(
+            f"{path} is refused by torch's weights-only loader ({reason}). Convert it to "
+            "safetensors, or download it again."
+        ) from None
+    if not isinstance(state, dict) or not state:
+        raise InvalidModelError(
+            f"{path} holds a {type(state).__name__}, not a table of tensors. Convert it to "
+            "safetensors."
+        )
+    wrong = next((key for key, item in state.items() if not isinstance(item, torch.Tensor)), None)
+    if wrong is not None:
+        raise InvalidModelError(
+            f"{path} holds '{wrong}', which is no tensor. Save the model's state_dict alone, or "
+            "convert it to safetensors."
+        )
+    return state

@@ -1,0 +1,177 @@
+"""Weights of a GGUF file: dequantised to float32, one by one, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.weights.gguf_names import (
+    MappedTensor,
+    config_from_header,
+    generation_config_from_header,
+    map_tensors,
+)
+from ambidex.weights.headers import (
+    DOWNLOAD_AGAIN,
+    GGML_NAMES,
+    GGUFHeader,
+    TensorInfo,
+    read_gguf_header,
+)
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+#: The tensor types that can be turned into float32.
+DEQUANTISABLE = frozenset(GGML_NAMES) - {
+    *("I8", "I16", "I32", "I64", "F64"),
+    *("Q8_1", "Q8_K", "Q1_0"),
+}
+#: Values dequantised at once; bounds the temporary arrays to some 20 MB.
+_SLICE_VALUES = 1 << 20
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of a split file, in order, given any of them; ``[path]`` where it is not split."""
+    match = SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    name = f"{match['stem']}-{{:05d}}-of-{match['count']}.gguf"
+    parts = [path.with_name(name.format(number)) for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise InvalidModelError(
+            f"{path} is part of a model in {count} files, and {len(missing)} are missing in "
+            f"{path.parent}: {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. "
+            "Download the missing parts into the same folder."
+        )
+    return parts
+
+
+class GGUFSource:
+    """The tensors of one GGUF file (or of all its parts), by Hugging Face name."""
+
+    def __init__(self, path: Path) -> None:
+        self.headers = [read_gguf_header(part) for part in split_parts(path)]
+        #: The first part, which has the metadata.
+        self.header = self.headers[0]
+        self._files: dict[str, GGUFHeader] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for header in self.headers:
+            for name, info in header.tensors.items():
+                if name in tensors:
+                    raise InvalidModelError(
+                        f"The tensor '{name}' is both in {self._files[name].path} and in "
+                        f"{header.path}. {DOWNLOAD_AGAIN}"
+                    )
+                tensors[name] = info
+                self._files[name] = header
+        expected = self.header.metadata.get("split.tensors.count", len(tensors))
+        if expected != len(tensors):
+            raise InvalidModelError(
+                f"{self.header.path} announces {expected} tensors in all parts, and they hold "
+                f"{len(tensors)}. {DOWNLOAD_AGAIN}"
+            )
+        self.config = config_from_header(self.header, tensors)
+        self.generation_config = generation_config_from_header(self.header)
+        self._tensors = map_tensors(self.header, tensors.values(), self.config)
+        used = {tensor.info.name: tensor.info for tensor in self._tensors.values()}
+        self._check_types(used)
+        self.num_bytes = sum(info.num_bytes for info in used.values())
+        self.num_parameters = sum(info.num_elements for info in used.values())
+        sizes: Counter[str] = Counter()
+        for info in used.values():
+            sizes[info.type_name] += info.num_bytes
+        self.dtype_name = sizes.most_common(1)[0][0]
+
+    def _check_types(self, used: dict[str, TensorInfo]) -> None:
+        wrong = {
+            info.type_name: name
+            for name, info in used.items()
+            if info.type_name not in DEQUANTISABLE
+        }
+        if wrong:
+            listed = ", ".join(f"{kind} ('{name}')" for kind, name in sorted(wrong.items()))
+            raise UnsupportedModelError(
+                f"{self.header.path} holds tensors of types that cannot be dequantised: {listed}. "
+                f"Supported are {', '.join(sorted(DEQUANTISABLE))}."
+            )
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor as float32, in memory of its own."""
+        import numpy
+        import torch
+
+        tensor = self._tensors[name]
+        rows = self._packed_rows(tensor)
+        result = torch.empty(tensor.shape, dtype=torch.float32)
+        out = result.view(rows.shape[0], -1).numpy()
+        step = max(1, _SLICE_VALUES // out.shape[1])
+        for start in range(0, len(out), step):
+            out[start : start + step] = _dequantise(
+                rows[start : start + step], tensor.info, self.header
+            )
+        if tensor.permuted_heads and len(tensor.shape) == 1:
+            order = _row_order(tensor.shape[0], tensor.permuted_heads)
+            result = result[torch.from_numpy(numpy.ascontiguousarray(order))]
+        if tensor.offset:
+            result -= tensor.offset
+        return result
+
+    def _packed_rows(self, tensor: MappedTensor) -> numpy.ndarray:
+        """The tensor as the file packs it: uint8 [rows, bytes per row], rows in our order."""
+        import numpy
+
+        info, shape = tensor.info, tensor.shape
+        num_bytes = info.num_bytes // (info.shape[0] if tensor.expert is not None else 1)
+        start = info.offset + num_bytes * (tensor.expert or 0)
+        buffer = self._files[info.name].buffer
+        packed = numpy.frombuffer(buffer, numpy.uint8, count=num_bytes, offset=start)
+        num_rows = math.prod(shape[:-1])
+        rows = packed.reshape(num_rows, -1)
+        if tensor.permuted_heads and len(shape) > 1:
+            # Rows move while they are still packed, which is a fraction of the float32 bytes.
+            rows = rows[_row_order(num_rows, tensor.permuted_heads)]
+        return rows
+
+
+def _row_order(num_rows: int, num_heads: int) -> Any:
+    """Row of the file for each row of ours.
+
+    The file pairs the two halves of a head's rotary values as neighbours: of a head's row
+    ``2 * i + j`` ours is ``j * half + i``.
+    """
+    import numpy
+
+    half = num_rows // num_heads // 2
+    order = numpy.arange(num_rows).reshape(num_heads, half, 2)
+    return order.swapaxes(1, 2).reshape(-1)
+
+
+def _dequantise(rows: numpy.ndarray, info: TensorInfo, header: GGUFHeader) -> numpy.ndarray:
+    import numpy
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        # Whether weights are finite is checked where they are used, not printed from in here.
+        with numpy.errstate(all="ignore"):
+            return dequantize(rows, GGMLQuantizationType(GGML_NAMES[info.type_name]))
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{header.path}: the installed gguf package cannot dequantise '{info.name}' of type "
+            f"{info.type_name} ({error}). Upgrade it: pip install -U gguf."
+        ) from None
