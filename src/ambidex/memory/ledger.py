@@ -1,0 +1,113 @@
+"""Every byte of one memory, planned before it is taken.
+
+There is one :class:`Ledger` per memory (the host, each device). Whoever allocates more than a few
+KiB reserves it first, under a name and in an account; what does not fit is refused with numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ambidex.errors import OutOfMemory
+
+#: What memory is used for, in the order of the start-up table.
+ACCOUNTS = ("weights", "kv_cache", "activations", "graphs", "staging", "runtime")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """Bytes of one memory that belong to one named thing. Compared by identity."""
+
+    ledger_name: str
+    account: str
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """The sum of one account."""
+
+    account: str
+    num_bytes: int
+    num_reservations: int
+
+
+class Ledger:
+    """The reservations of one memory of ``capacity_bytes``. Thread-safe."""
+
+    def __init__(self, name: str, capacity_bytes: int) -> None:
+        assert capacity_bytes >= 0, "a capacity is not negative"
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self._reservations: set[Reservation] = set()
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self._used_bytes
+
+    def reserve(self, account: str, name: str, num_bytes: int) -> Reservation:
+        """Take ``num_bytes``; raises :class:`OutOfMemory` where they exceed what is free."""
+        assert account in ACCOUNTS, f"there is no account {account}"
+        assert num_bytes >= 0, "a reservation is not negative"
+        reservation = Reservation(self.name, account, name, num_bytes)
+        with self._lock:
+            if num_bytes > self.free_bytes:
+                raise OutOfMemory(
+                    f"{self.name}: {format_bytes(num_bytes)} wanted for {name} ({account}), "
+                    f"{format_bytes(self.free_bytes)} of {format_bytes(self.capacity_bytes)} free. "
+                    f"Reserved so far: {self._summary()}."
+                )
+            self._reservations.add(reservation)
+            self._used_bytes += num_bytes
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Give a reservation of this ledger back, once."""
+        with self._lock:
+            assert reservation in self._reservations, f"{reservation} is not reserved here"
+            self._reservations.remove(reservation)
+            self._used_bytes -= reservation.num_bytes
+
+    def release_all(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            self._reservations.clear()
+            self._used_bytes = 0
+
+    def reservations(self, account: str | None = None) -> list[Reservation]:
+        """All reservations, or those of one account; the largest first."""
+        with self._lock:
+            chosen = [r for r in self._reservations if account in (None, r.account)]
+        return sorted(chosen, key=lambda r: (-r.num_bytes, r.name))
+
+    def table(self) -> list[LedgerRow]:
+        """One row an account, in the order of :data:`ACCOUNTS`, empty ones too."""
+        with self._lock:
+            return self._rows()
+
+    def _rows(self) -> list[LedgerRow]:
+        sizes: dict[str, list[int]] = {account: [] for account in ACCOUNTS}
+        for reservation in self._reservations:
+            sizes[reservation.account].append(reservation.num_bytes)
+        return [LedgerRow(account, sum(each), len(each)) for account, each in sizes.items()]
+
+    def _summary(self) -> str:
+        rows = [row for row in self._rows() if row.num_bytes]
+        parts = [f"{row.account} {format_bytes(row.num_bytes)}" for row in rows]
+        return ", ".join(parts) or "nothing"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people: ``format_bytes(1610612736)`` is ``1.50 GiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
