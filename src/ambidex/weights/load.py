@@ -55,8 +55,7 @@ def load_weights(
         if target is None or parameter is None:
             unused.append(name)
             continue
-        path, part = target
-        parameter.load(device, part, checkpoint.load(name), name)
+        parameter.load(device, target[1], checkpoint.load(name), name)
         if progress is not None:
             progress(count + 1, len(tensors))
     missing = [

@@ -1,0 +1,36 @@
+"""What the engine asks of a device. Everything that names a particular device lives here."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ambidex.memory.ledger import Ledger
+
+
+class Device(Protocol):
+    """A memory and something that computes in it."""
+
+    name: str
+    ledger: Ledger
+    num_threads: int
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The kernel table: a module with the functions of ``kernels/reference.py``."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory; the caller holds a reservation for it."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that reads as zero; the caller holds a reservation for it."""
+
+    def prepare_thread(self) -> None:
+        """Called once in the thread that will run this device's lane."""
+
+    def synchronize(self) -> None:
+        """Wait until everything submitted has been computed."""

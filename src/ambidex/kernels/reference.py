@@ -1,0 +1,455 @@
+"""The reference kernels: plain PyTorch on the CPU, and the definition of every operation.
+
+Results are exact over batch, chunking and thread count: the bits of a row depend on that row
+alone. Four rules make it so, each with a test in tests/kernels:
+
+* products get their rows padded to a multiple of 8 and their columns to a multiple of 16 (libraries
+  pick other loops for what is left over, and what is left over depends on the threads);
+* attention reduces over 64-token tiles at absolute positions, added in rising order;
+* sums, norms and softmax reduce along the last, contiguous dimension only;
+* functions with a scalar version beside that for vectors (exp, tanh, erf) run on whole vectors
+  only: see :func:`_elementwise`.
+
+Activations are float32. Weights and the KV cache may be float32, float16 or bfloat16; they are
+widened where they are read, because such products are many times slower than float32 ones on
+processors without arithmetic for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ambidex.kernels.metadata import COLUMN_PAD, ROW_PAD, TILE, AttentionMetadata, padded
+
+name = "reference"
+
+# PyTorch's elementwise operations: elements that one more thread is worth, and elements of the
+# widest loop of vectors (what does not fill one goes through the scalar version).
+_GRAIN_ELEMENTS = 32768
+_VECTOR_ELEMENTS = 32
+# Scores of one attention call are cut so that they stay in the cache: elements.
+_MAX_SCORES = 1 << 20
+# Keys that decoding sequences gather at a time: tokens.
+_MAX_GATHERED_KEYS = 1 << 15
+# Rows of a low-precision weight that are widened at a time: elements.
+_WIDEN_ELEMENTS = 1 << 22
+
+
+def _elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a ``function`` with a vector and a scalar version so that only the vector version ever
+    runs: on runs of whole vectors, cut so that every thread's share is whole vectors too."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if x.numel() < _GRAIN_ELEMENTS and x.numel() % _VECTOR_ELEMENTS == 0:
+        return function(x)
+    flat = x.view(-1)
+    threads = torch.get_num_threads()
+    size = flat.numel()
+    if size >= _VECTOR_ELEMENTS and _whole_vectors(size, threads) == size:
+        return function(x)
+    out = torch.empty_like(flat)
+    start = 0
+    while size - start >= _VECTOR_ELEMENTS:
+        end = start + _whole_vectors(size - start, threads)
+        out[start:end] = function(flat[start:end])
+        start = end
+    if start < size:
+        rest = F.pad(flat[start:], (0, start + _VECTOR_ELEMENTS - size))
+        out[start:] = function(rest)[: size - start]
+    return out.view(x.shape)
+
+
+def _whole_vectors(size: int, threads: int) -> int:
+    """The most elements up to ``size`` whose equal shares are whole vectors, for the number of
+    threads that PyTorch takes for them."""
+    while True:
+        shares = min(threads, -(-size // _GRAIN_ELEMENTS))
+        size = size // (shares * _VECTOR_ELEMENTS) * shares * _VECTOR_ELEMENTS
+        if min(threads, -(-size // _GRAIN_ELEMENTS)) == shares:
+            return size
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    """``x`` [n, ...] with zero rows appended up to a multiple of 8."""
+    extra = padded(x.shape[0]) - x.shape[0]
+    if not extra:
+        return x
+    return torch.cat([x, x.new_zeros(extra, *x.shape[1:])])
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out`` [n, rows] = ``x`` times ``weight`` [rows, in] transposed, float32."""
+    num_out = weight.shape[0]
+    whole = num_out // COLUMN_PAD * COLUMN_PAD
+    if whole:
+        torch.mm(x, weight[:whole].t(), out=out[:, :whole])
+    if whole < num_out:
+        rest = F.pad(weight[whole:], (0, 0, 0, whole + COLUMN_PAD - num_out))
+        out[:, whole:] = torch.mm(x, rest.t())[:, : num_out - whole]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [n, out]."""
+    num_rows, num_out = x.shape[0], weight.shape[0]
+    x = _pad_rows(x)
+    out = x.new_empty(x.shape[0], num_out)
+    if weight.dtype is torch.float32:
+        _product(x, weight, out)
+    else:
+        step = max(COLUMN_PAD, _WIDEN_ELEMENTS // weight.shape[1] // COLUMN_PAD * COLUMN_PAD)
+        for start in range(0, num_out, step):
+            end = min(start + step, num_out)
+            _product(x, weight[start:end].float(), out[:, start:end])
+    if bias is not None:
+        out += bias
+    return out[:num_rows]
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``token_ids`` [n] of ``weight`` [vocab, width], widened: [n, width] float32."""
+    return weight.index_select(0, token_ids).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` along the last dimension."""
+    variance = (x * x).mean(-1, keepdim=True)
+    scaled = x * torch.rsqrt(variance + eps)
+    return scaled * (weight + offset if offset else weight)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalisation along the last dimension."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    out = centred * torch.rsqrt(variance + eps)
+    if weight is not None:
+        out *= weight
+    return out if bias is None else out + bias
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * width`` channels of ``x`` [n, heads, head_dim].
+
+    ``cos`` and ``sin`` are [n, width]; channel ``i`` turns together with ``i + width``. The other
+    channels pass.
+    """
+    width = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x[..., :width], x[..., width : 2 * width]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if x.shape[-1] > 2 * width:
+        turned.append(x[..., 2 * width :])
+    return torch.cat(turned, -1)
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x * sigmoid(x)`` of ``x`` [n, width]."""
+    return _elementwise(F.silu, x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form of ``x`` [n, width]: ``(1 + tanh(z)) / 2`` is ``sigmoid(2 z)``."""
+
+    def function(part: Tensor) -> Tensor:
+        cubic = (part * part).mul_(part).mul_(0.044715).add_(part)
+        return cubic.mul_(math.sqrt(8 / math.pi)).sigmoid_().mul_(part)
+
+    return _elementwise(function, x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU (error function) of ``x`` [n, width]."""
+
+    def function(part: Tensor) -> Tensor:
+        # PyTorch cuts this one among threads in a way of its own: give it less than it would cut.
+        return torch.cat([F.gelu(piece) for piece in part.view(-1).split(8192)]).view(part.shape)
+
+    return _elementwise(function, x)
+
+
+def relu(x: Tensor) -> Tensor:
+    """``max(x, 0)``."""
+    return F.relu(x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "relu": relu,
+}
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """``ACTIVATIONS[activation](x)``."""
+    return ACTIVATIONS[activation](x)
+
+
+def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of ``gate_up`` [n, 2 * width], gate first: [n, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` of ``x`` [n, width]."""
+    return _elementwise(lambda part: torch.tanh(part / cap) * cap, x)
+
+
+def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> None:
+    """Store ``key`` and ``value`` [n, kv_heads, head_dim] at ``slots`` [n] of a layer's cache
+    (two tensors [kv_heads, num_slots, head_dim], any float dtype)."""
+    for new, store in zip((key, value), cache, strict=True):
+        store.index_copy_(1, slots, new.transpose(0, 1).to(store.dtype))
+
+
+def attention(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of ``query`` [n, heads, head_dim] over the cached keys and values.
+
+    ``cache`` is a layer's pair of [kv_heads, num_slots, head_dim]; its last block is all zero and
+    is read in place of positions that must not be seen, so that whatever an earlier request
+    left in a block (NaN included) cannot reach this one. Returns [n, heads * head_dim].
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = cache[0].shape[0]
+    group = num_heads // num_kv_heads
+    out = query.new_zeros(num_rows, num_kv_heads, group, head_dim)
+    plan = metadata.derived.get("reference")
+    if plan is None:
+        plan = metadata.derived["reference"] = _plan(metadata, num_heads)
+    for part in plan:
+        size = part.num_sequences * part.num_tiles * TILE
+        key, value = (
+            store.index_select(1, part.slots)
+            .float()
+            .view(num_kv_heads * part.num_sequences, size // part.num_sequences, head_dim)
+            for store in cache
+        )
+        if head_dim % COLUMN_PAD:
+            value = F.pad(value, (0, COLUMN_PAD - head_dim % COLUMN_PAD))
+        for block in part.blocks:
+            rows = slice(block.first_row, block.first_row + block.num_rows)
+            keys = block.num_tiles * TILE
+            # [kv_heads * sequences, query rows * group, head_dim], rows padded with zeros.
+            q = query[rows].view(part.num_sequences, -1, num_kv_heads, group, head_dim)
+            rows_each = q.shape[1]
+            q = q.permute(2, 0, 1, 3, 4).reshape(-1, rows_each * group, head_dim)
+            num_q = block.padded_rows(rows_each, group)
+            if num_q != q.shape[1]:
+                q = torch.cat([q, q.new_zeros(q.shape[0], num_q - q.shape[1], head_dim)], 1)
+            scores = torch.bmm(q, key[:, :keys].transpose(1, 2)).mul_(scale)
+            if softcap:
+                scores = _softcap_scores(scores, softcap)
+            seen = scores[:, : rows_each * group].view(
+                num_kv_heads, part.num_sequences, rows_each, group, keys
+            )
+            seen.masked_fill_(block.hidden, float("-inf"))
+            weights = torch.softmax(scores, -1)
+            result = _weighted_values(weights, value[:, :keys], rows_each * group)
+            result = result.view(num_kv_heads, part.num_sequences, rows_each, group, -1)
+            out[rows].view(part.num_sequences, rows_each, num_kv_heads, group, head_dim).copy_(
+                result[..., :head_dim].permute(1, 2, 0, 3, 4)
+            )
+    return out.view(num_rows, num_heads * head_dim)
+
+
+def _softcap_scores(scores: Tensor, cap: float) -> Tensor:
+    return softcap(scores.view(-1, scores.shape[-1]), cap).view(scores.shape)
+
+
+def _weighted_values(weights: Tensor, value: Tensor, num_rows: int) -> Tensor:
+    """``weights`` [b, rows, keys] times ``value`` [b, keys, head_dim], a tile at a time."""
+    batch, rows, keys = weights.shape
+    num_tiles = keys // TILE
+    if rows <= 64 and num_tiles > 1:
+        # Few rows: all tiles in one batched product, then added in order.
+        tiles = weights.view(batch, rows, num_tiles, TILE).transpose(1, 2)
+        parts = torch.bmm(
+            tiles.reshape(batch * num_tiles, rows, TILE),
+            value.reshape(batch * num_tiles, TILE, -1),
+        ).view(batch, num_tiles, rows, -1)
+        total = parts[:, 0, :num_rows].clone()
+        for tile in range(1, num_tiles):
+            total += parts[:, tile, :num_rows]
+        return total
+    total = torch.bmm(weights[:, :, :TILE], value[:, :TILE])
+    for start in range(TILE, keys, TILE):
+        total += torch.bmm(weights[:, :, start : start + TILE], value[:, start : start + TILE])
+    return total[:, :num_rows].contiguous()
+
+
+class _Block:
+    """Consecutive query rows of one part that are computed by one product."""
+
+    __slots__ = ("first_row", "hidden", "num_rows", "num_tiles")
+
+    def __init__(self, first_row: int, num_rows: int, num_tiles: int, hidden: Tensor) -> None:
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.num_tiles = num_tiles
+        #: [sequences, rows, 1, keys] bool: True where a query must not see a key.
+        self.hidden = hidden
+
+    @staticmethod
+    def padded_rows(rows_each: int, group: int) -> int:
+        return padded(rows_each * group)
+
+
+class _Part:
+    """Sequences whose keys are gathered together: many that decode, or one that prefills."""
+
+    __slots__ = ("blocks", "num_sequences", "num_tiles", "slots")
+
+    def __init__(
+        self, num_sequences: int, num_tiles: int, slots: Tensor, blocks: list[_Block]
+    ) -> None:
+        self.num_sequences = num_sequences
+        self.num_tiles = num_tiles
+        #: [sequences * tiles * 64] int64: where each key and value lies in the cache.
+        self.slots = slots
+        self.blocks = blocks
+
+
+def _plan(metadata: AttentionMetadata, num_heads: int) -> list[_Part]:
+    starts, lens = metadata.query_starts, metadata.context_lens
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    parts: list[_Part] = []
+    index = 0
+    while index < len(counts) and counts[index] == 1:
+        # Decodes whose lengths are within a factor of two share one product; the shorter ones
+        # read the zero block in place of the tiles they lack.
+        most = index + max(1, _MAX_GATHERED_KEYS // padded(lens[index]))
+        end = index
+        while (
+            end < min(most, len(counts))
+            and counts[end] == 1
+            and lens[end] * 2 + 2 * TILE >= lens[index]
+        ):
+            end += 1
+        parts.append(_decode_part(metadata, index, end))
+        index = end
+    for sequence in range(index, len(counts)):
+        parts.append(_prefill_part(metadata, sequence, counts[sequence], num_heads))
+    return parts
+
+
+def _first_tile(position: int, window: int | None) -> int:
+    """The first tile that a query at ``position`` sees a key of."""
+    return 0 if window is None else max(0, position - window + 1) // TILE
+
+
+def _gather_slots(
+    metadata: AttentionMetadata, sequence: int, first: int, num_keys: int, context_len: int
+) -> Tensor:
+    """Cache slots of ``num_keys`` positions from ``first`` on; zero-block slots past the end."""
+    size = metadata.block_size
+    table = torch.tensor(metadata.block_tables[sequence], dtype=torch.int64)
+    positions = torch.arange(first, first + num_keys)
+    slots = torch.full((num_keys,), metadata.num_blocks * size, dtype=torch.int64)
+    valid = max(0, min(num_keys, context_len - first))
+    positions = positions[:valid]
+    blocks = table[positions // size]
+    # Blocks that left the window are NO_BLOCK (-1).
+    slots[:valid] = torch.where(
+        blocks >= 0, blocks * size + positions % size, metadata.num_blocks * size
+    )
+    return slots
+
+
+def _decode_part(metadata: AttentionMetadata, begin: int, end: int) -> _Part:
+    lens = metadata.context_lens[begin:end]
+    firsts = [_first_tile(length - 1, metadata.window) for length in lens]
+    num_tiles = max(-(-length // TILE) - first for length, first in zip(lens, firsts, strict=True))
+    num, keys, size = len(lens), num_tiles * TILE, metadata.block_size
+    # All sequences at once: a step of 64 decodes must not cost 64 small tensor operations.
+    tables = metadata.block_tables[begin:end]
+    width = max(len(table) for table in tables)
+    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in tables])
+    lengths = torch.tensor(lens)[:, None]
+    first = torch.tensor(firsts)[:, None] * TILE
+    positions = first + torch.arange(keys)
+    hidden = positions >= lengths
+    if metadata.window is not None:
+        hidden |= positions <= lengths - 1 - metadata.window
+    blocks = table.gather(1, (positions // size).clamp_(max=width - 1))
+    slots = blocks * size + positions % size
+    slots.masked_fill_(hidden | (blocks < 0), metadata.num_blocks * size)
+    row = metadata.query_starts[begin]
+    block = _Block(row, num, num_tiles, hidden.view(num, 1, 1, keys))
+    return _Part(num, num_tiles, slots.view(-1), [block])
+
+
+def _prefill_part(
+    metadata: AttentionMetadata, sequence: int, num_rows: int, num_heads: int
+) -> _Part:
+    length = metadata.context_lens[sequence]
+    start = length - num_rows
+    first = _first_tile(start, metadata.window)
+    num_tiles = -(-length // TILE) - first
+    slots = _gather_slots(metadata, sequence, first * TILE, num_tiles * TILE, length)
+    row = metadata.query_starts[sequence]
+    positions = torch.arange(first * TILE, (first + num_tiles) * TILE)
+    step = max(ROW_PAD, _MAX_SCORES // (num_heads * num_tiles * TILE) // ROW_PAD * ROW_PAD)
+    blocks = []
+    for offset in range(0, num_rows, step):
+        count = min(step, num_rows - offset)
+        # A causal block needs no keys after its last query.
+        tiles = -(-(start + offset + count) // TILE) - first
+        queries = torch.arange(start + offset, start + offset + count)[:, None]
+        seen = positions[: tiles * TILE]
+        hidden = seen > queries
+        if metadata.window is not None:
+            hidden |= seen <= queries - metadata.window
+        blocks.append(_Block(row + offset, count, tiles, hidden.view(1, count, 1, -1)))
+    return _Part(1, num_tiles, slots, blocks)
+
+
+def route_experts(
+    router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Choose ``top_k`` experts a row of ``router_logits`` [n, experts].
+
+    Returns weights [n, top_k] and expert ids [n, top_k]; ``normalise`` makes weights sum to 1.
+    """
+    probabilities = torch.softmax(router_logits, -1) if softmax_first else router_logits
+    weights, experts = torch.topk(probabilities, top_k, dim=-1)
+    if not softmax_first:
+        weights = torch.softmax(weights, -1)
+    elif normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+) -> Tensor:
+    """Mixture of experts: ``x`` [n, hidden]; ``gate_up`` [experts, 2 * width, hidden]; ``down``
+    [experts, hidden, width]; routing from :func:`route_experts`. Experts are added in index
+    order, so a row's sum does not depend on the others."""
+    out = torch.zeros_like(x)
+    for expert in torch.unique(experts).tolist():
+        rows, choice = torch.where(experts == expert)
+        hidden = activate_and_multiply(linear(_pad_rows(x[rows]), gate_up[expert]), activation)
+        result = linear(hidden, down[expert])[: rows.shape[0]]
+        out[rows] += result * weights[rows, choice][:, None]
+    return out
