@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ambidex.errors import InvalidRequestError
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a request ended; the value is what OpenAI's API calls ``finish_reason``."""
 
     STOP = "stop"

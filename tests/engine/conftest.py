@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ambidex.engine.tokenizer import Tokenizer, TokenizerSource, load_tokenizer
-from ambidex.errors import DownloadError
-from ambidex.weights import hub
 from ambidex.weights.headers import read_gguf_header
 
 DATA = Path(__file__).parents[1] / "data"
@@ -133,12 +130,6 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2_metadata() -> Mapping[str, Any]:
-    """The header of the default model, from the cache or fetched once."""
-    try:
-        path = hub.resolve_model(hub.DEFAULT_MODEL).path
-    except DownloadError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"the default model is not here: {error}")
-    return read_gguf_header(path).metadata
+def smollm2_metadata(smollm2: Path) -> Mapping[str, Any]:
+    """The header of the default model."""
+    return read_gguf_header(smollm2).metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import gguf
 import pytest
 import torch
 import transformers
-
-from ambidex.errors import DownloadError
-from ambidex.weights import hub
 
 SIZES = {
     "hidden_size": 64,
@@ -187,14 +183,3 @@ def one_tensor_gguf(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The default model, from the cache or fetched once."""
-    try:
-        return hub.resolve_model(hub.DEFAULT_MODEL).path
-    except DownloadError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"the default model is not here: {error}")

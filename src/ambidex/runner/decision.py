@@ -20,7 +20,7 @@ class NewRequest:
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One request's share of a step: compute ``token_ids`` at positions ``start``, ``start+1``..."""
+    """One request's share of a step: ``token_ids`` at positions from ``start`` on."""
 
     request_id: str
     token_ids: Sequence[int]

@@ -1,0 +1,160 @@
+"""The engine: a scheduler, a block manager and one executor thread a lane.
+
+    decision = scheduler.schedule(lane)          # policy, plain data
+    future = executor.submit(lane, decision)     # the lane's own thread computes
+    outputs = scheduler.update(decision, result) # tokens, and who is finished
+
+Only the thread that calls :meth:`Engine.step` touches the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from ambidex.config import EngineConfig
+from ambidex.engine.messages import EngineInfo, MemoryRow
+from ambidex.engine.scheduler import Scheduler, SchedulerStats
+from ambidex.kv.block_manager import BlockManager
+from ambidex.request import EngineOutput, EngineRequest
+from ambidex.runner.decision import Decision, StepResult
+from ambidex.runner.executor import Executor
+from ambidex.runner.loader import LoadedLane, load_lane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineTimes:
+    """Seconds spent since the start, for the share of a step outside the model."""
+
+    num_steps: int = 0
+    #: Forward passes, the head included.
+    model_s: float = 0.0
+    #: From the decision to the outputs, everything included.
+    step_s: float = 0.0
+
+
+class Engine:
+    """Requests in, tokens out, one step at a time."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.config = config
+        self.lane: LoadedLane = load_lane(config, progress)
+        self.block_manager = BlockManager(
+            self.lane.groups,
+            self.lane.num_blocks,
+            config.cache.block_size,
+            config.cache.enable_prefix_caching,
+        )
+        self.lanes = ("cpu",)
+        self.scheduler = Scheduler(
+            config.scheduler, self.block_manager, self.lane.max_model_len, self.lanes
+        )
+        self.times = EngineTimes()
+        self._executor = Executor({"cpu": self.lane.runner}, self.lane.device.prepare_thread)
+        self._in_flight: dict[str, tuple[Decision, float]] = {}
+        self._completions: queue.SimpleQueue[tuple[str, Future[StepResult]]] = queue.SimpleQueue()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; it is answered by the outputs of later steps."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """End requests early; unknown ids are ignored, since they may just have finished."""
+        return self.scheduler.abort(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self, timeout_s: float | None = None) -> list[EngineOutput]:
+        """Submit what idle lanes can do, wait for one completion, return its outputs.
+
+        Returns an empty list where there is nothing to do or ``timeout_s`` has passed.
+        """
+        for lane in self.lanes:
+            if lane in self._in_flight:
+                continue
+            began = time.perf_counter()
+            decision = self.scheduler.schedule(lane)
+            if decision is None:
+                continue
+            self._in_flight[lane] = (decision, began)
+            future = self._executor.submit(lane, decision)
+            future.add_done_callback(partial(self._complete, lane))
+        if not self._in_flight:
+            return []
+        try:
+            lane, done = self._completions.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        decision, began = self._in_flight.pop(lane)
+        result = done.result()
+        outputs = self.scheduler.update(decision, result)
+        self._account(decision, result, began)
+        return outputs
+
+    def _complete(self, lane: str, done: Future[StepResult]) -> None:
+        """Called in the lane's thread."""
+        self._completions.put((lane, done))
+
+    def _account(self, decision: Decision, result: StepResult, began: float) -> None:
+        elapsed = time.perf_counter() - began
+        self.times.num_steps += 1
+        self.times.model_s += result.model_s
+        self.times.step_s += elapsed
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step %d on %s: %d prefill tokens, %d decode tokens, %d requests, %.1f ms",
+                decision.step,
+                decision.lane,
+                decision.num_prefill_tokens,
+                decision.num_decode_tokens,
+                len(decision.requests),
+                elapsed * 1e3,
+            )
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def info(self) -> EngineInfo:
+        """What a front end must know, and what the start-up table shows."""
+        lane, config = self.lane, self.config
+        checkpoint, ledger = lane.checkpoint, lane.device.ledger
+        return EngineInfo(
+            model=config.model.model,
+            tokenizer_path=str(lane.tokenizer_path),
+            max_model_len=lane.max_model_len,
+            vocab_size=lane.vocab_size,
+            num_blocks=min(lane.num_blocks),
+            block_size=config.cache.block_size,
+            dtype=lane.dtype_description,
+            source=lane.description,
+            model_type=checkpoint.config.get("model_type", ""),
+            kv_cache_dtype=lane.kv_dtype,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            cpu_threads=lane.device.num_threads,
+            model_config=checkpoint.config.values,
+            generation_config=dict(checkpoint.generation_config),
+            notes=lane.notes,
+            memory=[
+                MemoryRow(ledger.name, row.account, row.num_bytes)
+                for row in ledger.table()
+                if row.num_bytes
+            ],
+        )
+
+    def close(self) -> None:
+        """End the lanes' threads and give the memory back."""
+        self._executor.close()
+        self.lane.close()

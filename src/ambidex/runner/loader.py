@@ -1,0 +1,242 @@
+"""From a configuration to a lane that is ready to run: files, memory, weights, KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ambidex.errors import InstallationError
+
+try:
+    import torch
+except Exception as error:  # A broken installation fails in many ways.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise InstallationError(
+        f"PyTorch cannot be imported: {reason}. Install it again: python -m pip install "
+        "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
+    ) from error
+
+from ambidex.config import CheckpointConfig, EngineConfig
+from ambidex.device.cpu import CPUDevice
+from ambidex.errors import InvalidModelError, OptionError, OutOfMemory
+from ambidex.kv.block import BLOCK_SIZES, KVGroup
+from ambidex.kv.cache import KVCache, kv_cache_bytes
+from ambidex.layers.module import BuildContext, NameTable, Parameter
+from ambidex.memory.ledger import format_bytes
+from ambidex.memory.sizing import GroupSize, KVSize, resolve_max_model_len, size_kv_cache
+from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.model_runner import ModelRunner
+from ambidex.weights.checkpoint import open_checkpoint
+from ambidex.weights.hub import resolve_model
+from ambidex.weights.load import load_weights
+
+if TYPE_CHECKING:
+    from ambidex.device.base import Device
+    from ambidex.weights.checkpoint import Checkpoint
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+#: Fields of a configuration that sizes are computed from; where they are given, they count things.
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+@dataclass(slots=True)
+class LoadedLane:
+    """A model on a device, ready to run, and what was decided on the way."""
+
+    device: Device
+    runner: ModelRunner
+    checkpoint: Checkpoint
+    #: How MODEL was resolved, in words.
+    description: str
+    #: The folder or GGUF file that the tokenizer is read from.
+    tokenizer_path: Path
+    groups: list[KVGroup]
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+    dtype_description: str
+    kv_dtype: str
+    #: Sentences that the user should read once.
+    notes: list[str]
+    load_s: float
+
+    def close(self) -> None:
+        """Drop weights and KV cache, and with them their reservations."""
+        self.runner.close()
+        self.device.ledger.release_all()
+
+
+def load_lane(
+    config: EngineConfig, progress: Callable[[int, int], None] | None = None
+) -> LoadedLane:
+    """Resolve, open, size, load and warm up. ``progress(loaded, total)`` counts tensors."""
+    began = time.perf_counter()
+    cache = config.cache
+    if cache.block_size not in BLOCK_SIZES:
+        raise OptionError(
+            f"--block-size {cache.block_size} is not supported; choose one of "
+            f"{', '.join(map(str, BLOCK_SIZES))}."
+        )
+    resolved = resolve_model(config.model.model, revision=config.model.revision)
+    checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
+    tokenizer_path = checkpoint.path
+    if config.model.tokenizer is not None:
+        tokenizer_path = Path(resolve_model(config.model.tokenizer).path)
+    model_values = model_config(checkpoint.config)
+    _check_counts(model_values)
+    max_model_len = resolve_max_model_len(
+        config.model.max_model_len, model_values, config.model.max_model_len_cap
+    )
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    device = CPUDevice(config.cpu_threads)
+
+    def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
+        context = BuildContext(device, DTYPES[dtype], length)
+        return build_model(context, model_values), context.kv_groups(DTYPES[kv_dtype])
+
+    model, groups = build(max_model_len)
+    _reserve_weights(config, device, [parameter for _, parameter in model.named_parameters()])
+    size = _size(config, device, model_values, groups, max_model_len)
+    if size.max_model_len != max_model_len:
+        # Some rope scalings depend on the longest context. So far the model takes no memory.
+        model, groups = build(size.max_model_len)
+    num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
+    device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
+    with _memory_refused(device):
+        parameters = list(model.named_parameters())
+        unused = load_weights(parameters, NameTable(model.names), checkpoint, device, progress)
+        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, DTYPES[kv_dtype])
+    notes = [size.note] if size.note else []
+    unknown = [name for name in unused if not name.endswith("lm_head.weight")]
+    if unknown:
+        notes.append(
+            f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
+        )
+    return LoadedLane(
+        device=device,
+        runner=ModelRunner(device, model, kv_cache),
+        checkpoint=checkpoint,
+        description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
+        tokenizer_path=tokenizer_path,
+        groups=groups,
+        num_blocks=size.num_blocks,
+        max_model_len=size.max_model_len,
+        vocab_size=int(model_values.require("vocab_size")),
+        dtype_description=_describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
+        kv_dtype=kv_dtype,
+        notes=notes,
+        load_s=time.perf_counter() - began,
+    )
+
+
+def _check_counts(config: CheckpointConfig) -> None:
+    """Raise InvalidModelError for a size that is no positive whole number."""
+    for name in _COUNTS:
+        value = config.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise InvalidModelError(
+                f"{config.source}: the field '{name}' is {value!r:.60}, and must be a whole number "
+                "of at least 1. Repair the file, or give the value with --hf-overrides."
+            )
+
+
+def _reserve_weights(config: EngineConfig, device: Device, parameters: list[Parameter]) -> None:
+    needed = sum(parameter.num_bytes for parameter in parameters)
+    free = device.ledger.free_bytes
+    if needed > free:
+        halved = sum(
+            parameter.num_bytes // 2 if len(parameter.shape) > 1 else parameter.num_bytes
+            for parameter in parameters
+        )
+        remedy = "Free memory, or choose a smaller model."
+        if config.model.dtype in ("auto", "float32") and halved <= free // 2:
+            remedy = f"Give --dtype bfloat16, which takes {format_bytes(halved)}."
+        raise OutOfMemory(
+            f"The weights of {config.model.model} take {format_bytes(needed)}; "
+            f"{format_bytes(free)} of host memory are free. {remedy}"
+        )
+    device.ledger.reserve("weights", "weights", needed)
+
+
+def _size(
+    config: EngineConfig,
+    device: Device,
+    model_values: CheckpointConfig,
+    groups: list[KVGroup],
+    max_model_len: int,
+) -> KVSize:
+    """Reserves what a step needs, and sizes the KV cache with what remains."""
+    num_bytes = activation_bytes(model_values, config, groups, max_model_len)
+    try:
+        device.ledger.reserve("activations", "activations", num_bytes)
+    except OutOfMemory as error:
+        raise OutOfMemory(
+            f"{error} Lower --max-num-batched-tokens or --max-num-seqs, or free memory."
+        ) from None
+    return size_kv_cache(
+        [GroupSize(group.bytes_per_token, group.window) for group in groups],
+        device.ledger.free_bytes,
+        config.cache,
+        config.scheduler,
+        max_model_len,
+        config.model.max_model_len is not None,
+    )
+
+
+@contextlib.contextmanager
+def _memory_refused(device: Device) -> Iterator[None]:
+    """Memory that the ledger promised and the system refuses (``ulimit -v``) is an OutOfMemory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"The system refused memory that it had reported as free: "
+            f"{format_bytes(device.ledger.used_bytes)} are needed. Raise this process's limit "
+            "(ulimit -v), free memory, or give less with --kv-cache-memory-bytes."
+        ) from None
+
+
+def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
+    if asked == "auto":
+        return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
+    return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def activation_bytes(
+    model_values: CheckpointConfig,
+    config: EngineConfig,
+    groups: list[KVGroup],
+    max_model_len: int,
+) -> int:
+    """An upper estimate of what a step needs beside weights and KV, in bytes."""
+    rows = config.scheduler.max_num_batched_tokens
+    hidden = int(model_values.require("hidden_size"))
+    inner = int(model_values.get("intermediate_size", 4 * hidden))
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    vocab = int(model_values.require("vocab_size"))
+    layer = rows * (8 * hidden + 4 * inner + 4 * kv_width)
+    # Logits, and about three temporaries of the sampler.
+    logits = 4 * vocab * max(config.scheduler.max_num_seqs, 128)
+    # Keys and values of one layer as gathered, narrow and widened.
+    gathered = 4 * kv_width * max(max_model_len, 1 << 15)
+    return 4 * (layer + logits + gathered)

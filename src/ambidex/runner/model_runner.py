@@ -1,0 +1,112 @@
+"""One rank's model: it loads, it computes a step, it samples."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
+from ambidex.request import TokenLogprobs
+from ambidex.runner.batch import build_batch, order_requests
+from ambidex.runner.decision import Decision, ScheduledRequest, StepResult
+
+if TYPE_CHECKING:
+    from ambidex.device.base import Device
+    from ambidex.kv.cache import KVCache
+    from ambidex.models.registry import CausalLM
+
+# Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
+_LOGIT_ROWS = 128
+
+
+@dataclass(slots=True)
+class RunnerRequest:
+    """What the runner remembers of a request between steps."""
+
+    row: SamplerRow
+
+
+class ModelRunner:
+    """Computes decisions. Everything here happens in the lane's thread."""
+
+    def __init__(self, device: Device, model: CausalLM, kv_cache: KVCache) -> None:
+        self.device = device
+        self.model = model
+        self.kv_cache = kv_cache
+        self._sampler = Sampler()
+        self._requests: dict[str, RunnerRequest] = {}
+
+    @torch.inference_mode()
+    def execute(self, decision: Decision) -> StepResult:
+        """Compute one step: write KV, sample where asked."""
+        began = time.perf_counter()
+        result = StepResult(decision.step)
+        for request_id in decision.forget:
+            self._requests.pop(request_id, None)
+        requests = order_requests(decision.requests)
+        if not requests:
+            return result
+        self._remember(requests)
+        batch = build_batch(requests, self.kv_cache)
+        model_began = time.perf_counter()
+        hidden = self.model(batch)
+        ends = batch.attention[0].query_starts
+        chosen = [i for i, request in enumerate(requests) if request.sample]
+        logits = None
+        if chosen:
+            logits = self.model.head(hidden[[ends[i + 1] - 1 for i in chosen]])
+        result.model_s = time.perf_counter() - model_began
+        for index, request in enumerate(requests):
+            if self._requests[request.request_id].row.params.prompt_logprobs is not None:
+                self._score_prompt(request, hidden[ends[index] : ends[index + 1]], result)
+        if logits is not None:
+            self._sample(logits, [requests[i] for i in chosen], result)
+        result.step_s = time.perf_counter() - began
+        return result
+
+    def close(self) -> None:
+        """Drop the model and the cache; the runner cannot be used afterwards."""
+        self._requests.clear()
+        del self.model, self.kv_cache
+
+    def _remember(self, requests: list[ScheduledRequest]) -> None:
+        for request in requests:
+            new = request.new
+            if new is not None:
+                row = SamplerRow(new.params, list(new.token_ids), new.num_prompt_tokens)
+                self._requests[request.request_id] = RunnerRequest(row)
+
+    def _sample(self, logits: Tensor, requests: list[ScheduledRequest], result: StepResult) -> None:
+        rows = [self._requests[request.request_id].row for request in requests]
+        sampled = self._sampler(logits, rows)
+        for index, request in enumerate(requests):
+            error = sampled.errors.get(index)
+            if error is not None:
+                result.errors[request.request_id] = error
+                continue
+            token = sampled.token_ids[index]
+            rows[index].token_ids.append(token)
+            result.sampled[request.request_id] = [token]
+            logprobs = sampled.logprobs[index]
+            if logprobs is not None:
+                result.logprobs[request.request_id] = [logprobs]
+
+    def _score_prompt(self, request: ScheduledRequest, hidden: Tensor, result: StepResult) -> None:
+        """Log probabilities of the prompt tokens in this chunk, each given by the row before it:
+        the last row of a chunk scores the first token of the next."""
+        row = self._requests[request.request_id].row
+        wanted = row.params.prompt_logprobs
+        assert wanted is not None
+        scores: list[TokenLogprobs | None] = [None] if request.start == 0 else []
+        # Rows at or after the last prompt token score no prompt token.
+        count = min(len(request.token_ids), row.num_prompt_tokens - 1 - request.start)
+        for first in range(0, count, _LOGIT_ROWS):
+            end = min(first + _LOGIT_ROWS, count)
+            targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
+            scores += prompt_logprobs(self.model.head(hidden[first:end]), targets, wanted)
+        if scores:
+            result.prompt_logprobs[request.request_id] = scores

@@ -1,0 +1,138 @@
+"""What all tests share: the default model, tiny models, and programs that may be missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+IS_CI = os.environ.get("CI", "").lower() == "true"
+
+
+@pytest.fixture(scope="session")
+def need_program() -> Callable[[str], str]:
+    """``need_program(name)``: the program's path. Where it is missing the test is skipped, which
+    the summary names; under CI=true it fails."""
+
+    def find(name: str) -> str:
+        path = shutil.which(name)
+        if path is None:
+            message = f"the program {name} is not installed"
+            if IS_CI:
+                pytest.fail(message)
+            pytest.skip(message)
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's GGUF, fetched into the cache once."""
+    from ambidex.errors import DownloadError
+    from ambidex.weights import hub
+
+    try:
+        return hub.resolve_model(hub.DEFAULT_MODEL).path
+    except DownloadError as error:
+        if IS_CI:
+            raise
+        pytest.skip(str(error))
+
+
+class TinyModel(Protocol):
+    """See :func:`tiny_model`."""
+
+    def __call__(self, kind: str, *, tokenizer: bool = False) -> Path: ...
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """``tiny_model(kind)``: a folder with a small random model, made once; with a tokenizer of
+    its 512 tokens and a chat template, if asked for."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(kind: str, *, tokenizer: bool = False) -> Path:
+        if (kind, False) not in made:
+            made[kind, False] = _save_tiny(kind, tmp_path_factory.mktemp(kind))
+        if (kind, tokenizer) not in made:
+            folder = tmp_path_factory.mktemp(f"{kind}-text")
+            shutil.copytree(made[kind, False], folder, dirs_exist_ok=True)
+            _save_tiny_tokenizer(folder)
+            made[kind, True] = folder
+        return made[kind, tokenizer]
+
+    return make
+
+
+def _save_tiny(kind: str, folder: Path) -> Path:
+    import torch
+    import transformers
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    special = {
+        "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+        "mistral": ("MistralConfig", {"sliding_window": 40}),
+        "gemma3_text": (
+            "Gemma3TextConfig",
+            {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4,
+             "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        ),
+        "qwen3_moe": (
+            "Qwen3MoeConfig",
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+             "head_dim": 16, "norm_topk_prob": True},
+        ),
+    }  # fmt: skip
+    name, extra = special[kind]
+    torch.manual_seed(7)
+    config = getattr(transformers, name)(**{**sizes, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                # Wide enough that the best two logits differ.
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _save_tiny_tokenizer(folder: Path) -> None:
+    """Three special tokens, all bytes, and 253 pairs of letters: no text is without tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<pad>", "<s>", "</s>"]
+    letters = "etaoinshrdlucmfw"
+    pairs = [(left, right) for left in letters for right in letters][: 512 - 256 - len(special)]
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, pairs)]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+        "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

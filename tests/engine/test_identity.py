@@ -1,0 +1,199 @@
+"""Exactness: the same bits whatever else happens. Each test also asserts, from the engine's own
+counters, that the path in question was taken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ambidex.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from ambidex.engine.engine import Engine
+from ambidex.engine.scheduler import SchedulerStats
+from ambidex.request import EngineRequest, SamplingParams
+
+KINDS = ("llama", "mistral", "gemma3_text", "qwen3_moe")
+
+#: A token and the bits of its log probabilities.
+Trace = list[tuple[int, float, tuple[tuple[int, float], ...]]]
+
+
+def make_config(folder: Path, **changes: Any) -> EngineConfig:
+    names = {
+        "cache": ("block_size", "enable_prefix_caching", "num_blocks", "kv_cache_dtype"),
+        "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
+    }
+    parts: dict[str, Any] = {
+        part: {name: changes.pop(name) for name in each if name in changes}
+        for part, each in names.items()
+    }
+    cache = {"kv_cache_bytes": 64 << 20, "enable_prefix_caching": False, **parts["cache"]}
+    if "num_blocks" in cache:
+        cache["kv_cache_bytes"] = None
+    return EngineConfig(
+        model=ModelConfig(str(folder), dtype=changes.pop("dtype", "auto"), max_model_len=320),
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(**parts["scheduler"]),
+        cpu_threads=changes.pop("cpu_threads", 2),
+        **changes,
+    )
+
+
+@dataclass
+class Outcome:
+    traces: list[Trace]
+    stats: SchedulerStats
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    """Uneven lengths, around every tile and block boundary that matters."""
+    choose = random.Random(seed)
+    lengths = (1, 3, 8, 17, 33, 63, 64, 65, 100, 150, 129, 40)
+    return [[choose.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+def params(index: int, num_tokens: int = 24) -> SamplingParams:
+    """Greedy, and sampled in two ways."""
+    common: dict[str, Any] = {
+        "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 2, "seed": index,
+    }  # fmt: skip
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1},
+    ]
+    return SamplingParams(**common, **kinds[index % 3])
+
+
+def run(
+    config: EngineConfig, inputs: Sequence[list[int]], *, together: bool, rounds: int = 1
+) -> Outcome:
+    """All requests at once, or one after the other; the last round's traces."""
+    engine = Engine(config)
+    try:
+        for number in range(rounds):
+            traces: dict[str, Trace] = {}
+            groups = [list(range(len(inputs)))] if together else [[i] for i in range(len(inputs))]
+            for group in groups:
+                for index in group:
+                    name = f"{number}.{index}"
+                    traces[name] = []
+                    engine.add_request(EngineRequest(name, inputs[index], params(index), 0.0))
+                while engine.has_work:
+                    for output in engine.step():
+                        assert output.error is None
+                        for token, entry in zip(
+                            output.new_token_ids, output.logprobs or [], strict=True
+                        ):
+                            traces[output.request_id].append(
+                                (token, entry.logprob, tuple(entry.top))
+                            )
+        return Outcome(list(traces.values()), engine.stats())
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def subject(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]
+) -> tuple[Path, Outcome]:
+    """A model, and what it says to each prompt alone."""
+    folder = tiny_model(request.param)
+    return folder, run(make_config(folder), prompts(), together=False)
+
+
+def assert_same(got: Outcome, expected: Outcome) -> None:
+    for index, (ours, theirs) in enumerate(zip(got.traces, expected.traces, strict=True)):
+        assert len(ours) == len(theirs) == 24
+        assert ours == theirs, f"prompt {index}"
+
+
+def test_texts_differ(subject: tuple[Path, Outcome]) -> None:
+    """The subject can tell right from wrong: prompts lead to different, non-constant texts."""
+    texts = [tuple(token for token, _, _ in trace) for trace in subject[1].traces]
+    assert len(set(texts)) == len(texts)
+    assert max(len(set(text)) for text in texts) > 6
+
+
+def test_batch(subject: tuple[Path, Outcome]) -> None:
+    folder, alone = subject
+    together = run(make_config(folder), prompts(), together=True)
+    assert together.stats.num_steps < alone.stats.num_steps / 4, "nothing was batched"
+    assert_same(together, alone)
+
+
+@pytest.mark.parametrize("budget", [13, 48])
+def test_chunks(subject: tuple[Path, Outcome], budget: int) -> None:
+    folder, alone = subject
+    chunked = run(make_config(folder, max_num_batched_tokens=budget), prompts(), together=True)
+    assert chunked.stats.num_chunked_prefills >= 8
+    assert_same(chunked, alone)
+
+
+def test_prefix_hits(subject: tuple[Path, Outcome]) -> None:
+    folder, alone = subject
+    config = make_config(folder, enable_prefix_caching=True)
+    first = run(config, prompts(), together=True)
+    again = run(config, prompts(), together=True, rounds=2)
+    assert first.stats.prefix_cache_hits == 0
+    assert again.stats.prefix_cache_hits >= 300
+    assert_same(again, alone)
+
+
+def test_prefix_hits_end_with_the_cache_off(subject: tuple[Path, Outcome]) -> None:
+    folder, _ = subject
+    off = run(make_config(folder), prompts(), together=True, rounds=2)
+    assert off.stats.prefix_cache_hits == 0
+
+
+def test_preemption(subject: tuple[Path, Outcome]) -> None:
+    folder, alone = subject
+    # A sliding window gives blocks back as it goes, so that it takes fewer to run out.
+    num_blocks = 20 if folder.name.startswith("mistral") else 48
+    config = make_config(folder, num_blocks=num_blocks, max_num_batched_tokens=64, block_size=8)
+    pressed = run(config, prompts(), together=True)
+    assert pressed.stats.num_preemptions >= 1
+    assert_same(pressed, alone)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
+def test_block_size(subject: tuple[Path, Outcome], block_size: int) -> None:
+    folder, alone = subject
+    assert_same(run(make_config(folder, block_size=block_size), prompts(), together=True), alone)
+
+
+@pytest.mark.parametrize("cpu_threads", [1, 3])
+def test_threads(subject: tuple[Path, Outcome], cpu_threads: int) -> None:
+    folder, alone = subject
+    assert_same(run(make_config(folder, cpu_threads=cpu_threads), prompts(), together=True), alone)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_is_exact_too(tiny_model: Callable[[str], Path], dtype: str) -> None:
+    config = make_config(tiny_model("llama"), dtype=dtype)
+    alone = run(config, prompts(), together=False)
+    chunked = replace(config, scheduler=SchedulerConfig(max_num_batched_tokens=29))
+    assert_same(run(chunked, prompts(), together=True), alone)
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Callable[[str], Path]) -> None:
+    def scores(budget: int) -> list[Any]:
+        engine = Engine(make_config(tiny_model("llama"), max_num_batched_tokens=budget))
+        wanted = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=0)
+        engine.add_request(EngineRequest("a", prompts()[9], wanted, 0.0))
+        found: list[Any] = []
+        while engine.has_work:
+            for output in engine.step():
+                found += output.prompt_logprobs or []
+        engine.close()
+        return found
+
+    whole = scores(2048)
+    assert len(whole) == 150
+    assert whole[0] is None
+    assert all(entry is not None for entry in whole[1:])
+    assert scores(16) == whole
