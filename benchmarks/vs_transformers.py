@@ -1,0 +1,169 @@
+"""Ambidex against transformers' batched generate, in one run, in alternating pairs.
+
+    python benchmarks/vs_transformers.py [--requests 16] [--input-len 128] [--output-len 128]
+
+Both compute the same dequantised weights in float32 with the same threads; transformers uses sdpa
+and equal lengths, so that its batch has no padding. Prints a table of tokens per second, the ratio
+of each pair and their median, and the share of a step that Ambidex spends outside the model at 64
+running requests. Needs the test extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ambidex import LLM, SamplingParams
+from ambidex.device.cpu import default_num_threads
+from ambidex.weights.hub import DEFAULT_MODEL, resolve_model
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=default_num_threads())
+    return parser.parse_args()
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [[choose.randrange(100, 49000) for _ in range(length)] for _ in range(count)]
+
+
+def ours(llm: LLM, prompts: list[list[int]], num_output: int) -> tuple[float, float]:
+    """(end-to-end seconds, seconds from the last prompt's first token to the end)."""
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    began = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    elapsed = time.perf_counter() - began
+    assert all(len(output.outputs[0].token_ids) == num_output for output in outputs)
+    first = max(output.metrics.first_token_s or 0.0 for output in outputs)
+    last = max(output.metrics.last_token_s or 0.0 for output in outputs)
+    return elapsed, last - first
+
+
+class _FirstToken(transformers.StoppingCriteria):
+    """Called after every step: the first call is when the prompts are done."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.first is None:
+            self.first = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@torch.inference_mode()
+def theirs(model: Any, prompts: list[list[int]], num_output: int) -> tuple[float, float]:
+    ids = torch.tensor(prompts)
+    clock = _FirstToken()
+    began = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_output,
+        min_new_tokens=num_output,
+        pad_token_id=0,
+        stopping_criteria=[clock],
+    )
+    ended = time.perf_counter()
+    assert out.shape[1] == ids.shape[1] + num_output and clock.first is not None
+    return ended - began, ended - clock.first
+
+
+def share_outside_model(llm: LLM) -> float:
+    """Share of step time outside the forward pass, with 64 requests decoding throughout."""
+    times = llm.engine.times
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = random_prompts(64, 64, seed=99)
+    # The decode steps alone: the counters are read when every prompt is in.
+    before: list[tuple[float, float]] = []
+
+    def note() -> None:
+        before.append((times.model_s, times.step_s))
+
+    _run_watched(llm, prompts, params, note)
+    (model_a, step_a), (model_b, step_b) = before[0], before[-1]
+    # What the caller's loop adds (detokenising) is part of a request's life too.
+    return 1 - (model_b - model_a) / (step_b - step_a)
+
+
+def _run_watched(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, note: Callable[[], None]
+) -> None:
+    original = llm._step
+
+    def step() -> Any:
+        outputs = original()
+        if llm.engine.scheduler.num_running == len(prompts):
+            note()
+        return outputs
+
+    llm._step = step  # type: ignore[method-assign]
+    try:
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    finally:
+        llm._step = original  # type: ignore[method-assign]
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(resolve_model(DEFAULT_MODEL).path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    llm = LLM(
+        str(path), dtype="float32", cpu_threads=args.threads, kv_cache_memory_bytes="3GiB",
+        enable_prefix_caching=False, max_num_seqs=64,
+    )  # fmt: skip
+    tokens = args.requests * args.output_len
+    decoded = args.requests * (args.output_len - 1)
+    print(
+        f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; {args.requests} requests, "
+        f"{args.input_len} in, {args.output_len} out, float32, greedy"
+    )
+    warm = random_prompts(args.requests, args.input_len, seed=0)
+    ours(llm, warm, 8)
+    theirs(model, warm, 8)
+    print("pair  end-to-end tok/s: ours  theirs  ratio   decode tok/s: ours  theirs  ratio")
+    ratios: list[tuple[float, float]] = []
+    for pair in range(args.pairs):
+        prompts = random_prompts(args.requests, args.input_len, seed=pair + 1)
+        sides = {}
+        order = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+        for side in order:
+            subject: Any = llm if side is ours else model
+            sides[side] = side(subject, prompts, args.output_len)
+        (our_total, our_decode), (their_total, their_decode) = sides[ours], sides[theirs]
+        ratios.append((their_total / our_total, their_decode / our_decode))
+        print(
+            f"{pair + 1:4}  {tokens / our_total:22.1f} {tokens / their_total:7.1f} "
+            f"{ratios[-1][0]:6.2f} {decoded / our_decode:19.1f} {decoded / their_decode:7.1f} "
+            f"{ratios[-1][1]:6.2f}"
+        )
+    total, decode = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"median ratio: end-to-end {total:.2f}, decode {decode:.2f}")
+    print(f"share of a step outside the model at 64 running: {share_outside_model(llm):.2%}")
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
