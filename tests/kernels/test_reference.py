@@ -97,7 +97,7 @@ def test_linear_widens_low_precision(dtype: torch.dtype, monkeypatch: pytest.Mon
     expected = reference.linear(x, weight.float())
     assert torch.equal(reference.linear(x, weight), expected)
     for elements in (1, 64 * 128, 96 * 128):
-        monkeypatch.setattr(reference, "_WIDEN_ELEMENTS", elements)
+        monkeypatch.setattr(reference, "_PIECE_ELEMENTS", elements)
         assert torch.equal(check_rows(lambda part: reference.linear(part, weight), x), expected)
 
 
@@ -323,7 +323,8 @@ class Sequences:
         return (weights @ v).transpose(0, 1).reshape(q.shape[1], -1)
 
     def attend(self, chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> list[Tensor]:
-        """One call for all chunks, over a cache in which everything else is NaN."""
+        """One call for all chunks, over a cache whose other slots hold garbage: keys of NaN, and
+        values as large as they get (write_kv stores no others)."""
         shape = self.shape
         # The order that kernels are promised.
         order = sorted(
@@ -336,10 +337,10 @@ class Sequences:
         cache = tuple(
             torch.full(
                 (shape.kv_heads, (num_blocks + 1) * block_size, shape.head_dim),
-                float("nan"),
+                garbage,
                 dtype=shape.kv_dtype,
             )
-            for _ in range(2)
+            for garbage in (float("nan"), torch.finfo(shape.kv_dtype).max)
         )
         for store in cache:
             store[:, num_blocks * block_size :] = 0
@@ -516,3 +517,16 @@ def test_write_kv(dtype: torch.dtype) -> None:
         assert torch.equal(store[:, slots], new.transpose(0, 1).to(dtype))
         rest = [slot for slot in range(40) if slot not in slots.tolist()]
         assert not store[:, rest].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_stored_values_are_finite(dtype: torch.dtype) -> None:
+    """A value that is not finite would reach other requests through a weight of zero; the key
+    keeps its NaN, so that the request itself still fails."""
+    cache = (torch.zeros(1, 16, 4, dtype=dtype), torch.zeros(1, 16, 4, dtype=dtype))
+    new = torch.tensor([[[float("nan"), float("inf"), -float("inf"), 1e30]]])
+    reference.write_kv(new, new, cache, torch.tensor([3]))
+    key, value = (store[0, 3].float() for store in cache)
+    assert key.isnan()[0]
+    assert value.isfinite().all()
+    assert value[0] == 0

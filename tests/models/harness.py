@@ -56,8 +56,8 @@ class _Sequence:
 class Session:
     """Sequences over one paged cache.
 
-    Blocks are handed out in a shuffled order and start full of NaN, as does what lies in them
-    beyond a sequence's end; blocks that leave a window are taken back and filled with NaN.
+    Blocks are handed out in a shuffled order and start full of garbage, as does what lies in them
+    beyond a sequence's end; blocks that leave a window are taken back and filled with it.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class Session:
     def _spoil(self, group: int, block: int) -> None:
         where = slice(block * self.block_size, (block + 1) * self.block_size)
         for layer in self.groups[group].layers:
-            for store in self.cache.layer(layer):
-                store[:, where] = float("nan")
+            keys, values = self.cache.layer(layer)
+            keys[:, where] = float("nan")
+            # write_kv never stores a value that is not finite.
+            values[:, where] = torch.finfo(values.dtype).max
 
     @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

@@ -19,6 +19,9 @@ ROW_PAD = 8
 #: Column counts (rows of a weight) are, too; a weight may be cut at multiples of this, too.
 COLUMN_PAD = 16
 
+#: Output columns of one product of a batch of them.
+PANEL = 64
+
 
 def padded(num_rows: int) -> int:
     """``num_rows`` rounded up to a multiple of :data:`ROW_PAD`."""

@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ambidex.kernels.metadata import COLUMN_PAD, ROW_PAD, TILE, AttentionMetadata, padded
+from ambidex.kernels.metadata import (
+    COLUMN_PAD,
+    PANEL,
+    ROW_PAD,
+    TILE,
+    AttentionMetadata,
+    padded,
+)
 
 name = "reference"
 
@@ -37,8 +44,10 @@ _VECTOR_ELEMENTS = 32
 _MAX_SCORES = 1 << 20
 # Keys that decoding sequences gather at a time: tokens.
 _MAX_GATHERED_KEYS = 1 << 15
-# Rows of a low-precision weight that are widened at a time: elements.
-_WIDEN_ELEMENTS = 1 << 22
+# Rows of an input up to which a product is cut into panels.
+_MAX_PANEL_ROWS = 128
+# A weight is multiplied in pieces of this many elements.
+_PIECE_ELEMENTS = 1 << 22
 
 
 def _elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -83,29 +92,41 @@ def _pad_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(extra, *x.shape[1:])])
 
 
-def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out`` [n, rows] = ``x`` times ``weight`` [rows, in] transposed, float32."""
-    num_out = weight.shape[0]
-    whole = num_out // COLUMN_PAD * COLUMN_PAD
-    if whole:
-        torch.mm(x, weight[:whole].t(), out=out[:, :whole])
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [n, in] times ``weight`` [rows, in] transposed, float32: [n, rows]."""
+    num_rows, num_out = x.shape[0], weight.shape[0]
+    panels = num_out // PANEL
+    if num_rows > _MAX_PANEL_ROWS or not panels:
+        extra = -num_out % COLUMN_PAD
+        if extra:
+            weight = F.pad(weight, (0, 0, 0, extra))
+        return torch.mm(x, weight.t())[:, :num_out]
+    # One small product a panel: the same bits as one large product (tested), and few rows keep
+    # all threads busy.
+    whole = panels * PANEL
+    out = torch.bmm(
+        x.expand(panels, -1, -1), weight[:whole].view(panels, PANEL, -1).transpose(1, 2)
+    )
+    out = out.transpose(0, 1).reshape(num_rows, whole)
     if whole < num_out:
-        rest = F.pad(weight[whole:], (0, 0, 0, whole + COLUMN_PAD - num_out))
-        out[:, whole:] = torch.mm(x, rest.t())[:, : num_out - whole]
+        rest = F.pad(weight[whole:], (0, 0, 0, -(num_out - whole) % COLUMN_PAD))
+        out = torch.cat([out, torch.mm(x, rest.t())[:, : num_out - whole]], 1)
+    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [n, out]."""
     num_rows, num_out = x.shape[0], weight.shape[0]
     x = _pad_rows(x)
-    out = x.new_empty(x.shape[0], num_out)
-    if weight.dtype is torch.float32:
-        _product(x, weight, out)
+    # Pieces of a large product are faster, and bound what is widened at a time.
+    step = max(PANEL, _PIECE_ELEMENTS // weight.shape[1] // PANEL * PANEL)
+    if num_out <= step:
+        out = _product(x, weight.float())
     else:
-        step = max(COLUMN_PAD, _WIDEN_ELEMENTS // weight.shape[1] // COLUMN_PAD * COLUMN_PAD)
+        out = x.new_empty(x.shape[0], num_out)
         for start in range(0, num_out, step):
             end = min(start + step, num_out)
-            _product(x, weight[start:end].float(), out[:, start:end])
+            out[:, start:end] = _product(x, weight[start:end].float())
     if bias is not None:
         out += bias
     return out[:num_rows]
@@ -208,8 +229,12 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> None:
     """Store ``key`` and ``value`` [n, kv_heads, head_dim] at ``slots`` [n] of a layer's cache
     (two tensors [kv_heads, num_slots, head_dim], any float dtype)."""
-    for new, store in zip((key, value), cache, strict=True):
-        store.index_copy_(1, slots, new.transpose(0, 1).to(store.dtype))
+    key_store, value_store = cache
+    key_store.index_copy_(1, slots, key.transpose(0, 1).to(key_store.dtype))
+    # A value that is not finite would reach others: a weight of zero times NaN is NaN, and blocks
+    # are read whole. The key keeps its NaN, so that its own request still fails.
+    finite = value.transpose(0, 1).to(value_store.dtype).nan_to_num_()
+    value_store.index_copy_(1, slots, finite)
 
 
 def attention(
@@ -221,9 +246,9 @@ def attention(
 ) -> Tensor:
     """Causal attention of ``query`` [n, heads, head_dim] over the cached keys and values.
 
-    ``cache`` is a layer's pair of [kv_heads, num_slots, head_dim]; its last block is all zero and
-    is read in place of positions that must not be seen, so that whatever an earlier request
-    left in a block (NaN included) cannot reach this one. Returns [n, heads * head_dim].
+    ``cache`` is a layer's pair of [kv_heads, num_slots, head_dim], written by :func:`write_kv`. Its
+    last block is all zero and is read in place of blocks that must not be seen. What an earlier
+    request left in a block's unused slots gets a weight of zero. Returns [n, heads * head_dim].
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache[0].shape[0]
@@ -232,13 +257,13 @@ def attention(
     plan = metadata.derived.get("reference")
     if plan is None:
         plan = metadata.derived["reference"] = _plan(metadata, num_heads)
+    unit = _unit(metadata.block_size)
     for part in plan:
-        size = part.num_sequences * part.num_tiles * TILE
         key, value = (
-            store.index_select(1, part.slots)
+            part.gather(number, store.view(num_kv_heads, -1, unit * head_dim))
             .float()
-            .view(num_kv_heads * part.num_sequences, size // part.num_sequences, head_dim)
-            for store in cache
+            .view(num_kv_heads * part.num_sequences, part.num_tiles * TILE, head_dim)
+            for number, store in enumerate(cache)
         )
         if head_dim % COLUMN_PAD:
             value = F.pad(value, (0, COLUMN_PAD - head_dim % COLUMN_PAD))
@@ -313,16 +338,31 @@ class _Block:
 class _Part:
     """Sequences whose keys are gathered together: many that decode, or one that prefills."""
 
-    __slots__ = ("blocks", "num_sequences", "num_tiles", "slots")
+    __slots__ = ("_gathered", "_rows", "blocks", "num_sequences", "num_tiles", "units")
 
     def __init__(
-        self, num_sequences: int, num_tiles: int, slots: Tensor, blocks: list[_Block]
+        self, num_sequences: int, num_tiles: int, units: Tensor, blocks: list[_Block]
     ) -> None:
         self.num_sequences = num_sequences
         self.num_tiles = num_tiles
-        #: [sequences * tiles * 64] int64: where each key and value lies in the cache.
-        self.slots = slots
+        #: [sequences * tiles * 64 / unit] int64: where their keys and values lie in the cache.
+        self.units = units
         self.blocks = blocks
+        self._gathered: dict[int, Tensor] = {}
+        #: ``units`` of every head, as rows of a layer's cache.
+        self._rows: Tensor | None = None
+
+    def gather(self, number: int, store: Tensor) -> Tensor:
+        """This part's units of ``store`` [kv_heads, units, width]. The memory is reused by the next
+        layer's call with the same ``number``: fresh memory costs more than the copy."""
+        kv_heads, count, width = store.shape
+        if self._rows is None:
+            heads = torch.arange(kv_heads)[:, None] * count
+            self._rows = (heads + self.units).view(-1)
+        out = self._gathered.get(number)
+        if out is None:
+            out = self._gathered[number] = store.new_empty(self._rows.shape[0], width)
+        return torch.index_select(store.view(-1, width), 0, self._rows, out=out)
 
 
 def _plan(metadata: AttentionMetadata, num_heads: int) -> list[_Part]:
@@ -353,45 +393,43 @@ def _first_tile(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1) // TILE
 
 
-def _gather_slots(
-    metadata: AttentionMetadata, sequence: int, first: int, num_keys: int, context_len: int
+def _unit(block_size: int) -> int:
+    """Tokens that are gathered together: a block, or a tile's worth of a larger one."""
+    return min(block_size, TILE)
+
+
+def _units(
+    metadata: AttentionMetadata, sequences: slice, firsts: list[int], num_tiles: int
 ) -> Tensor:
-    """Cache slots of ``num_keys`` positions from ``first`` on; zero-block slots past the end."""
-    size = metadata.block_size
-    table = torch.tensor(metadata.block_tables[sequence], dtype=torch.int64)
-    positions = torch.arange(first, first + num_keys)
-    slots = torch.full((num_keys,), metadata.num_blocks * size, dtype=torch.int64)
-    valid = max(0, min(num_keys, context_len - first))
-    positions = positions[:valid]
-    blocks = table[positions // size]
-    # Blocks that left the window are NO_BLOCK (-1).
-    slots[:valid] = torch.where(
-        blocks >= 0, blocks * size + positions % size, metadata.num_blocks * size
-    )
-    return slots
+    """Which units of the cache hold ``num_tiles`` tiles of each sequence, from its first tile on:
+    [sequences * units]. The zero block stands for what a sequence does not have."""
+    size, unit = metadata.block_size, _unit(metadata.block_size)
+    tables = metadata.block_tables[sequences]
+    # All sequences at once: a step of 64 decodes must not cost 64 small tensor operations.
+    # A column of -1, as of blocks that left the window, catches what lies past a table's end.
+    width = max(len(table) for table in tables) + 1
+    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in tables])
+    first = torch.tensor(firsts)[:, None] * TILE
+    positions = first + torch.arange(0, num_tiles * TILE, unit)
+    blocks = table.gather(1, (positions // size).clamp_(max=width - 1))
+    blocks = torch.where(blocks < 0, metadata.num_blocks, blocks)
+    return (blocks * (size // unit) + positions % size // unit).view(-1)
 
 
 def _decode_part(metadata: AttentionMetadata, begin: int, end: int) -> _Part:
     lens = metadata.context_lens[begin:end]
     firsts = [_first_tile(length - 1, metadata.window) for length in lens]
     num_tiles = max(-(-length // TILE) - first for length, first in zip(lens, firsts, strict=True))
-    num, keys, size = len(lens), num_tiles * TILE, metadata.block_size
-    # All sequences at once: a step of 64 decodes must not cost 64 small tensor operations.
-    tables = metadata.block_tables[begin:end]
-    width = max(len(table) for table in tables)
-    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in tables])
+    num, keys = len(lens), num_tiles * TILE
     lengths = torch.tensor(lens)[:, None]
-    first = torch.tensor(firsts)[:, None] * TILE
-    positions = first + torch.arange(keys)
+    positions = torch.tensor(firsts)[:, None] * TILE + torch.arange(keys)
     hidden = positions >= lengths
     if metadata.window is not None:
         hidden |= positions <= lengths - 1 - metadata.window
-    blocks = table.gather(1, (positions // size).clamp_(max=width - 1))
-    slots = blocks * size + positions % size
-    slots.masked_fill_(hidden | (blocks < 0), metadata.num_blocks * size)
+    units = _units(metadata, slice(begin, end), firsts, num_tiles)
     row = metadata.query_starts[begin]
     block = _Block(row, num, num_tiles, hidden.view(num, 1, 1, keys))
-    return _Part(num, num_tiles, slots.view(-1), [block])
+    return _Part(num, num_tiles, units, [block])
 
 
 def _prefill_part(
@@ -401,7 +439,7 @@ def _prefill_part(
     start = length - num_rows
     first = _first_tile(start, metadata.window)
     num_tiles = -(-length // TILE) - first
-    slots = _gather_slots(metadata, sequence, first * TILE, num_tiles * TILE, length)
+    units = _units(metadata, slice(sequence, sequence + 1), [first], num_tiles)
     row = metadata.query_starts[sequence]
     positions = torch.arange(first * TILE, (first + num_tiles) * TILE)
     step = max(ROW_PAD, _MAX_SCORES // (num_heads * num_tiles * TILE) // ROW_PAD * ROW_PAD)
@@ -416,7 +454,7 @@ def _prefill_part(
         if metadata.window is not None:
             hidden |= seen <= queries - metadata.window
         blocks.append(_Block(row + offset, count, tiles, hidden.view(1, count, 1, -1)))
-    return _Part(1, num_tiles, slots, blocks)
+    return _Part(1, num_tiles, units, blocks)
 
 
 def route_experts(
