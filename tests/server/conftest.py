@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,15 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
 
 
 class Server:
-    """One ``run_server.py`` process; ``log`` is its standard error so far."""
+    """One server process: ``run_server.py`` with these settings, or a ``command``; ``log`` is its
+    standard error so far."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, command: Sequence[str] = (), **settings: Any) -> None:
         # Short, for the path of a Unix socket.
         self.temp = Path(tempfile.mkdtemp(prefix="amb-"))
         environment = {**os.environ, "TMPDIR": str(self.temp), "PYTHONPATH": str(SOURCES)}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_server.py"), json.dumps(settings)],
+            command or [sys.executable, str(HERE / "run_server.py"), json.dumps(settings)],
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
