@@ -15,6 +15,10 @@ class OptionError(AmbidexError):
     """A command-line option, an environment variable or a configuration file is wrong."""
 
 
+class InstallationError(AmbidexError):
+    """A library that Ambidex is built on is missing or does not work here."""
+
+
 class ModelNotFoundError(AmbidexError):
     """MODEL is no path, no alias and no hub id that can be had here."""
 

@@ -29,6 +29,8 @@ _LIBRARIES = (
     *("MKL_*", "OPENBLAS_*", "LD_PRELOAD", "MALLOC_*", "TOKENIZERS_PARALLELISM"),
     *("RAYON_NUM_THREADS", "HF_*", "XDG_CACHE_HOME", "PYTHON*", "TMPDIR"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    # PyTorch sets this one by itself.
+    "TORCHINDUCTOR_CACHE_DIR",
 )
 
 KNOWN_VARIABLES: tuple[Option, ...] = (

@@ -197,3 +197,48 @@ def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Callable[[str], Pat
     assert whole[0] is None
     assert all(entry is not None for entry in whole[1:])
     assert scores(16) == whole
+
+
+def test_a_request_that_fails_fails_alone(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that raises (out of memory, say) is computed again request by request: the one at
+    fault gets an error, the others their tokens, unchanged, and its blocks come back."""
+    config = make_config(tiny_model("llama"))
+    alone = run(config, prompts()[:6], together=False)
+    engine = Engine(config)
+    model = engine.lane.runner.model
+    # A token that is in no prompt, nor in what the others generate.
+    used = {token for prompt in prompts() for token in prompt}
+    used |= {token for trace in alone.traces for token, _, _ in trace}
+    poison = next(token for token in range(3, 512) if token not in used)
+    failures = 0
+
+    class Failing:
+        head = model.head
+
+        def __call__(self, batch: Any) -> Any:
+            nonlocal failures
+            if poison in batch.token_ids[: batch.num_tokens].tolist():
+                failures += 1
+                raise RuntimeError("[enforce fail] can't allocate memory: you tried 1 TB")
+            return model(batch)
+
+    monkeypatch.setattr(engine.lane.runner, "model", Failing())
+    for index, prompt in enumerate(prompts()[:6]):
+        engine.add_request(EngineRequest(str(index), prompt, params(index), 0.0))
+    engine.add_request(EngineRequest("victim", [5, poison, 6], params(0), 0.0))
+    traces: dict[str, Trace] = {str(i): [] for i in range(6)}
+    error = None
+    while engine.has_work:
+        for output in engine.step():
+            if output.request_id == "victim":
+                error = output.error
+                continue
+            for token, entry in zip(output.new_token_ids, output.logprobs or [], strict=True):
+                traces[output.request_id].append((token, entry.logprob, tuple(entry.top)))
+    assert failures == 2, "once in the batch, once alone"
+    assert error is not None and "can't allocate memory" in error
+    assert list(traces.values()) == alone.traces
+    assert engine.stats().kv_usage == 0
+    engine.close()

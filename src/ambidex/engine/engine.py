@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
 from ambidex.config import EngineConfig
 from ambidex.engine.messages import EngineInfo, MemoryRow
+from ambidex.engine.progress import Progress
 from ambidex.engine.scheduler import Scheduler, SchedulerStats
 from ambidex.kv.block_manager import BlockManager
 from ambidex.request import EngineOutput, EngineRequest
@@ -43,25 +45,41 @@ class EngineTimes:
 class Engine:
     """Requests in, tokens out, one step at a time."""
 
-    def __init__(
-        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.lane: LoadedLane = load_lane(config, progress)
+        self.lanes = ("cpu",)
+        self._executor = Executor(self.lanes)
+        self.lane: LoadedLane = self._load()
         self.block_manager = BlockManager(
             self.lane.groups,
             self.lane.num_blocks,
             config.cache.block_size,
             config.cache.enable_prefix_caching,
         )
-        self.lanes = ("cpu",)
         self.scheduler = Scheduler(
             config.scheduler, self.block_manager, self.lane.max_model_len, self.lanes
         )
         self.times = EngineTimes()
-        self._executor = Executor({"cpu": self.lane.runner}, self.lane.device.prepare_thread)
         self._in_flight: dict[str, tuple[Decision, float]] = {}
         self._completions: queue.SimpleQueue[tuple[str, Future[StepResult]]] = queue.SimpleQueue()
+
+    def _load(self) -> LoadedLane:
+        """In the lane's thread; an interrupt ends it after the tensor that is being read."""
+        is_cancelled = threading.Event()
+        logger.info("loading %s", self.config.model.model)
+        with Progress("Loading weights") as progress:
+
+            def report(done: int, total: int) -> None:
+                if is_cancelled.is_set():
+                    raise CancelledError
+                progress.update(done, total)
+
+            try:
+                return self._executor.call("cpu", load_lane, self.config, report).result()
+            except BaseException:
+                is_cancelled.set()
+                self._executor.close()
+                raise
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; it is answered by the outputs of later steps."""
@@ -88,7 +106,7 @@ class Engine:
             if decision is None:
                 continue
             self._in_flight[lane] = (decision, began)
-            future = self._executor.submit(lane, decision)
+            future = self._executor.submit(lane, self.lane.runner, decision)
             future.add_done_callback(partial(self._complete, lane))
         if not self._in_flight:
             return []

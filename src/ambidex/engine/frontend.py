@@ -120,7 +120,7 @@ class TextFrontend:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, chat_template=self._chat_template, **options
+            messages, **{"chat_template": self._chat_template, **options}
         )
 
 

@@ -1,12 +1,14 @@
-"""One thread a lane: submits a step, answers with a future."""
+"""One thread a lane, in which everything of that lane happens: loading, then steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ambidex.runner.decision import Decision, StepResult
+
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -16,24 +18,25 @@ class Runner(Protocol):
 
 
 class Executor:
-    """Runs each lane's steps in that lane's own thread, in the order of submission."""
+    """Runs each lane's work in that lane's own thread, in the order of submission.
 
-    def __init__(
-        self, runners: dict[str, Runner], prepare_thread: Callable[[], None] | None = None
-    ) -> None:
-        self._runners = runners
+    Models are loaded there too: an OpenMP runtime keeps a team of threads for every thread that
+    has computed anything, and spins less in all of them once there are more threads than cores.
+    Loading in another thread costs each step a third more.
+    """
+
+    def __init__(self, lanes: Iterable[str]) -> None:
         self._threads = {
-            lane: ThreadPoolExecutor(
-                1, thread_name_prefix=f"lane-{lane}", initializer=prepare_thread
-            )
-            for lane in runners
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane}") for lane in lanes
         }
 
-    def submit(self, lane: str, decision: Decision) -> Future[StepResult]:
-        return self._threads[lane].submit(self._runners[lane].execute, decision)
+    def call(self, lane: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        return self._threads[lane].submit(function, *arguments)
+
+    def submit(self, lane: str, runner: Runner, decision: Decision) -> Future[StepResult]:
+        return self.call(lane, runner.execute, decision)
 
     def close(self) -> None:
-        """Wait for the steps in flight, then end the threads."""
+        """Wait for what is in flight, then end the threads."""
         for thread in self._threads.values():
             thread.shutdown(wait=True)
-        self._runners.clear()

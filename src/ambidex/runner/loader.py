@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable, Parameter
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.sizing import GroupSize, KVSize, resolve_max_model_len, size_kv_cache
+from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.model_runner import ModelRunner
 from ambidex.weights.checkpoint import open_checkpoint
@@ -81,12 +82,20 @@ class LoadedLane:
         """Drop weights and KV cache, and with them their reservations."""
         self.runner.close()
         self.device.ledger.release_all()
+        _give_freed_memory_back()
+
+
+def _give_freed_memory_back() -> None:
+    """The C library keeps freed blocks of up to 32 MiB for later: most of a model's tensors."""
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has this function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load_lane(
     config: EngineConfig, progress: Callable[[int, int], None] | None = None
 ) -> LoadedLane:
-    """Resolve, open, size, load and warm up. ``progress(loaded, total)`` counts tensors."""
+    """Resolve, open, size, load and warm up, in the thread that will run the lane.
+    ``progress(loaded, total)`` counts tensors."""
     began = time.perf_counter()
     cache = config.cache
     if cache.block_size not in BLOCK_SIZES:
@@ -113,17 +122,34 @@ def load_lane(
         return build_model(context, model_values), context.kv_groups(DTYPES[kv_dtype])
 
     model, groups = build(max_model_len)
-    _reserve_weights(config, device, [parameter for _, parameter in model.named_parameters()])
-    size = _size(config, device, model_values, groups, max_model_len)
+
+    def step_bytes(length: int) -> int:
+        return activation_bytes(model_values, config, groups, length)
+
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    _reserve_weights(config, device, parameters, step_bytes(1))
+    size = size_kv_cache(
+        [GroupSize(group.bytes_per_token, group.window) for group in groups],
+        device.ledger.free_bytes,
+        step_bytes,
+        cache,
+        config.scheduler,
+        max_model_len,
+        config.model.max_model_len is not None,
+    )
     if size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(size.max_model_len)
+    device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
     with _memory_refused(device):
-        parameters = list(model.named_parameters())
-        unused = load_weights(parameters, NameTable(model.names), checkpoint, device, progress)
+        table = NameTable(model.names)
+        unused = load_weights(model.named_parameters(), table, checkpoint, device, progress)
         kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, DTYPES[kv_dtype])
+    runner = ModelRunner(device, model, kv_cache)
+    runner.warm_up()
+    _give_freed_memory_back()
     notes = [size.note] if size.note else []
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
@@ -132,7 +158,7 @@ def load_lane(
         )
     return LoadedLane(
         device=device,
-        runner=ModelRunner(device, model, kv_cache),
+        runner=runner,
         checkpoint=checkpoint,
         description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
         tokenizer_path=tokenizer_path,
@@ -158,7 +184,10 @@ def _check_counts(config: CheckpointConfig) -> None:
             )
 
 
-def _reserve_weights(config: EngineConfig, device: Device, parameters: list[Parameter]) -> None:
+def _reserve_weights(
+    config: EngineConfig, device: Device, parameters: list[Parameter], step_bytes: int
+) -> None:
+    """Raises OutOfMemory with what helps: that a step fits beside the weights is part of it."""
     needed = sum(parameter.num_bytes for parameter in parameters)
     free = device.ledger.free_bytes
     if needed > free:
@@ -167,38 +196,13 @@ def _reserve_weights(config: EngineConfig, device: Device, parameters: list[Para
             for parameter in parameters
         )
         remedy = "Free memory, or choose a smaller model."
-        if config.model.dtype in ("auto", "float32") and halved <= free // 2:
+        if config.model.dtype in ("auto", "float32") and halved + step_bytes < free:
             remedy = f"Give --dtype bfloat16, which takes {format_bytes(halved)}."
         raise OutOfMemory(
             f"The weights of {config.model.model} take {format_bytes(needed)}; "
             f"{format_bytes(free)} of host memory are free. {remedy}"
         )
     device.ledger.reserve("weights", "weights", needed)
-
-
-def _size(
-    config: EngineConfig,
-    device: Device,
-    model_values: CheckpointConfig,
-    groups: list[KVGroup],
-    max_model_len: int,
-) -> KVSize:
-    """Reserves what a step needs, and sizes the KV cache with what remains."""
-    num_bytes = activation_bytes(model_values, config, groups, max_model_len)
-    try:
-        device.ledger.reserve("activations", "activations", num_bytes)
-    except OutOfMemory as error:
-        raise OutOfMemory(
-            f"{error} Lower --max-num-batched-tokens or --max-num-seqs, or free memory."
-        ) from None
-    return size_kv_cache(
-        [GroupSize(group.bytes_per_token, group.window) for group in groups],
-        device.ledger.free_bytes,
-        config.cache,
-        config.scheduler,
-        max_model_len,
-        config.model.max_model_len is not None,
-    )
 
 
 @contextlib.contextmanager

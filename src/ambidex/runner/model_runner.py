@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ambidex.errors import InvalidModelError
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
-from ambidex.request import TokenLogprobs
+from ambidex.request import SamplingParams, TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
-from ambidex.runner.decision import Decision, ScheduledRequest, StepResult
+from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, StepResult
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kv.cache import KVCache
     from ambidex.models.registry import CausalLM
+
+logger = logging.getLogger(__name__)
 
 # Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
 _LOGIT_ROWS = 128
@@ -40,16 +44,55 @@ class ModelRunner:
         self._sampler = Sampler()
         self._requests: dict[str, RunnerRequest] = {}
 
-    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute a few tokens, so that whatever is made at first use is there."""
+        name, num_tokens = "warm-up", 8
+        tables = tuple([0] for _ in self.kv_cache.groups)
+        prompt = NewRequest(SamplingParams(temperature=0.0), [0] * num_tokens, num_tokens)
+        step = ScheduledRequest(name, prompt.token_ids, 0, tables, sample=True, new=prompt)
+        result = self.execute(Decision("warm-up", -1, [step]))
+        self._requests.clear()
+        if result.errors:
+            raise InvalidModelError(f"The first step failed: {result.errors[name]}")
+
     def execute(self, decision: Decision) -> StepResult:
-        """Compute one step: write KV, sample where asked."""
-        began = time.perf_counter()
-        result = StepResult(decision.step)
+        """Compute one step: write KV, sample where asked.
+
+        Where a step fails, each of its requests is computed alone: those that fail again get an
+        error, the others their tokens.
+        """
         for request_id in decision.forget:
             self._requests.pop(request_id, None)
         requests = order_requests(decision.requests)
-        if not requests:
-            return result
+        result = StepResult(decision.step)
+        began = time.perf_counter()
+        try:
+            if requests:
+                self._execute(requests, result)
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
+            result = StepResult(decision.step)
+            for request in requests:
+                self._execute_alone(request, result)
+        result.step_s = time.perf_counter() - began
+        return result
+
+    def _execute_alone(self, request: ScheduledRequest, result: StepResult) -> None:
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            # Without what the failed step may have appended.
+            row, end = state.row, request.start + len(request.token_ids)
+            tokens = row.token_ids[:end] if request.sample else row.token_ids
+            state.row = SamplerRow(row.params, tokens, row.num_prompt_tokens)
+        try:
+            self._execute([request], result)
+        except (RuntimeError, MemoryError) as error:
+            logger.exception("request %s failed", request.request_id)
+            reason = (str(error) or "out of memory").splitlines()[0]
+            result.errors[request.request_id] = f"Computing this request failed: {reason}"
+
+    @torch.inference_mode()
+    def _execute(self, requests: list[ScheduledRequest], result: StepResult) -> None:
         self._remember(requests)
         batch = build_batch(requests, self.kv_cache)
         model_began = time.perf_counter()
@@ -59,14 +102,12 @@ class ModelRunner:
         logits = None
         if chosen:
             logits = self.model.head(hidden[[ends[i + 1] - 1 for i in chosen]])
-        result.model_s = time.perf_counter() - model_began
+        result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
                 self._score_prompt(request, hidden[ends[index] : ends[index + 1]], result)
         if logits is not None:
             self._sample(logits, [requests[i] for i in chosen], result)
-        result.step_s = time.perf_counter() - began
-        return result
 
     def close(self) -> None:
         """Drop the model and the cache; the runner cannot be used afterwards."""
