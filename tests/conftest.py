@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -29,6 +33,76 @@ def need_program() -> Callable[[str], str]:
         return path
 
     return find
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command_env(env: Mapping[str, str] | None = None, path: Path | None = None) -> dict[str, str]:
+    """The environment of a command: one thread, so that tests can run beside each other, and a
+    folder that goes before all others on Python's path."""
+    paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        **(env or {}),
+    }
+
+
+@pytest.fixture(scope="session")
+def run_command() -> Callable[..., Outcome]:
+    """``run_command("run", MODEL, ..., stdin=b"", env={}, path=FOLDER)``: a process of its own."""
+
+    def run(
+        *words: str,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        path: Path | None = None,
+        module: str = "ambidex",
+        **options: Any,
+    ) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            input=stdin,
+            capture_output=True,
+            env=command_env(env, path),
+            timeout=120,
+            check=False,
+            **options,
+        )
+        return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return run
+
+
+@pytest.fixture
+def call_command(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Outcome]]:
+    """``call_command("run", MODEL, ..., stdin=b"")`` in this process, where PyTorch is loaded."""
+    from io import BytesIO, TextIOWrapper
+
+    from ambidex.cli import main
+
+    root, ours = logging.getLogger(), logging.getLogger("ambidex")
+    before = (list(root.handlers), root.level, ours.level)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def call(*words: str, stdin: bytes = b"") -> Outcome:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(stdin), encoding="utf-8"))
+        capfd.readouterr()
+        code = main(words)
+        return Outcome(code, *capfd.readouterr())
+
+    yield call
+    root.handlers[:], root.level, ours.level = before
 
 
 @pytest.fixture(scope="session")

@@ -50,9 +50,7 @@ class LLM:
             resolved = resolve_keywords({"model": model, **options}, os.environ)
             config = resolved.engine_config()
             self.notes += resolved.notes
-        self._engine: Engine | None = None
-        with Progress("Loading weights") as progress:
-            self._engine = Engine(config, progress.update)
+        self._engine: Engine | None = Engine(config)
         try:
             self.info = self._engine.info()
             self._frontend = default_frontend(config, self.info)

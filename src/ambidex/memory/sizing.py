@@ -94,6 +94,7 @@ def sequence_tokens(
 def size_kv_cache(
     groups: Sequence[GroupSize],
     available_bytes: int,
+    step_bytes: Callable[[int], int],
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     max_model_len: int,
@@ -101,52 +102,78 @@ def size_kv_cache(
 ) -> KVSize:
     """Blocks for every group.
 
-    ``available_bytes`` is what the memory still offers after weights and activations. The cache
-    never exceeds what ``max_num_seqs`` sequences of ``max_model_len`` tokens can use. A context
-    that was not asked for shrinks to what fits; one that was asked for raises OutOfMemory, which
-    names the longest that fits.
+    ``available_bytes`` is what the memory still offers after the weights, ``step_bytes(length)``
+    what a step needs of it for contexts of ``length`` tokens. The cache never exceeds what
+    ``max_num_seqs`` sequences of ``max_model_len`` tokens can use. A context that was not asked
+    for shrinks to what fits; one that was asked for raises OutOfMemory, which names the longest
+    that fits.
     """
     sizes = _Sizes(groups, cache.block_size, scheduler.max_num_batched_tokens)
-    one_request = sizes.blocks(max_model_len)
-    needed = sizes.num_bytes(one_request)
-    most = [scheduler.max_num_seqs * count for count in one_request]
-    safe_bytes = int(available_bytes * SUGGESTED_KV_SHARE)
+
+    def offered(length: int, share: float = 1.0) -> int:
+        return int(share * (available_bytes - step_bytes(length)))
+
+    def longest_within(share: float) -> int:
+        return _largest(max_model_len, lambda n: sizes.request_bytes(n) <= offered(n, share))
+
+    if offered(1) < 0:
+        raise OutOfMemory(
+            f"A step needs {format_bytes(step_bytes(1))}; {format_bytes(available_bytes)} of host "
+            "memory are left beside the weights. Lower --max-num-batched-tokens or "
+            "--max-num-seqs, or free memory."
+        )
+    most = [scheduler.max_num_seqs * count for count in sizes.blocks(max_model_len)]
     if cache.num_blocks is not None:
         counts = tuple(min(cache.num_blocks, limit) for limit in most)
         budget = sizes.num_bytes(counts)
-        longest = fitting = sizes.longest(max_model_len, counts)
+        longest = fitting = _largest(
+            max_model_len, lambda n: sizes.are_enough(counts, n) and budget <= offered(n)
+        )
         remedy = "Leave --num-gpu-blocks-override out"
     elif cache.kv_cache_bytes is not None:
         budget = cache.kv_cache_bytes
-        longest, counts = sizes.fit(max_model_len, most, budget)
-        fitting = longest
-        remedy = f"Give at most --kv-cache-memory-bytes {safe_bytes}"
+        longest = fitting = _largest(
+            max_model_len, lambda n: sizes.request_bytes(n) <= budget <= offered(n)
+        )
+        counts = sizes.spread(sizes.blocks(longest), most, budget)
+        remedy = f"Give at most --kv-cache-memory-bytes {offered(1, SUGGESTED_KV_SHARE)}"
     else:
-        budget = int(available_bytes * DEFAULT_KV_SHARE)
-        if is_length_given:
-            budget = max(budget, min(needed, int(available_bytes * ASKED_KV_SHARE)))
-        longest, counts = sizes.fit(max_model_len, most, budget)
-        fitting, _ = sizes.fit(max_model_len, most, min(budget, safe_bytes))
+        longest = longest_within(ASKED_KV_SHARE if is_length_given else DEFAULT_KV_SHARE)
+        budget = max(sizes.request_bytes(longest), offered(longest, DEFAULT_KV_SHARE))
+        counts = sizes.spread(sizes.blocks(longest), most, budget)
+        fitting = longest_within(SUGGESTED_KV_SHARE)
         remedy = ""
     held = format_bytes(budget)
-    if budget > available_bytes:
+    if budget > offered(1):
         raise OutOfMemory(
-            f"A KV cache of {held} was asked for; {format_bytes(available_bytes)} of host memory "
-            f"are left beside the weights. {remedy}, or free memory."
+            f"A KV cache of {held} was asked for; {format_bytes(offered(1))} of host memory are "
+            f"left beside the weights. {remedy}, or free memory."
         )
     if longest == max_model_len:
         return KVSize(counts, longest)
-    least = sizes.num_bytes(sizes.blocks(cache.block_size))
-    if longest < cache.block_size:
+
+    def room_for(length: int) -> str:
+        """The flag that makes room for a context, if there is one that is certain to."""
+        needed, certain = sizes.request_bytes(length), offered(length, SUGGESTED_KV_SHARE)
+        if needed > certain:
+            return (
+                f"{format_bytes(max(certain, 0))} of host memory can be counted on beside the "
+                "weights. Free memory, or choose a smaller model."
+            )
+        if cache.num_blocks is not None:
+            return "Or leave --num-gpu-blocks-override out."
+        return f"Or give --kv-cache-memory-bytes {needed}."
+
+    if min(longest, fitting) < cache.block_size:
         raise OutOfMemory(
             f"A KV cache of {held} does not hold one block of {cache.block_size} tokens. "
-            + _room_for(least, cache, safe_bytes)
+            + room_for(cache.block_size)
         )
     if is_length_given:
         raise OutOfMemory(
-            f"--max-model-len {max_model_len} needs {format_bytes(needed)} of KV cache for one "
-            f"request; there are {held}. Lower it to {fitting}, which fits. "
-            + _room_for(needed, cache, safe_bytes)
+            f"--max-model-len {max_model_len} needs "
+            f"{format_bytes(sizes.request_bytes(max_model_len))} of KV cache for one request; "
+            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len)}"
         )
     return KVSize(
         counts,
@@ -154,18 +181,6 @@ def size_kv_cache(
         f"The context is {longest} tokens instead of {max_model_len}: the KV cache of {held} "
         "holds no more.",
     )
-
-
-def _room_for(num_bytes: int, cache: CacheConfig, safe_bytes: int) -> str:
-    """The flag that makes room, if there is one that is certain to."""
-    if num_bytes > safe_bytes:
-        return (
-            f"It takes {format_bytes(num_bytes)} of host memory beside the weights; "
-            f"{format_bytes(safe_bytes)} can be counted on. Free memory, or choose a smaller model."
-        )
-    if cache.num_blocks is not None:
-        return "Or leave --num-gpu-blocks-override out."
-    return f"Or give --kv-cache-memory-bytes {num_bytes}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,27 +206,22 @@ class _Sizes:
             for count, group in zip(counts, self.groups, strict=True)
         )
 
-    def fit(self, length: int, most: Sequence[int], budget: int) -> tuple[int, tuple[int, ...]]:
-        """The longest sequence, up to ``length``, that ``budget`` bytes hold, and the blocks.
+    def request_bytes(self, length: int) -> int:
+        """Bytes of a cache for one sequence of ``length`` tokens."""
+        return self.num_bytes(self.blocks(length))
 
-        That sequence is certain of its blocks; what is left is shared alike by the groups, each
-        up to its ``most``.
-        """
-        longest = _largest(length, lambda n: self.num_bytes(self.blocks(n)) <= budget)
-        least = self.blocks(longest)
+    def spread(self, least: Sequence[int], most: Sequence[int], budget: int) -> tuple[int, ...]:
+        """``least`` for certain; what is left of ``budget`` bytes is shared alike by the groups,
+        each up to its ``most``."""
 
         def counts(number: int) -> tuple[int, ...]:
             return tuple(max(low, min(number, high)) for low, high in zip(least, most, strict=True))
 
-        number = _largest(max(most), lambda n: self.num_bytes(counts(n)) <= budget)
-        return longest, counts(number)
+        return counts(_largest(max(most), lambda n: self.num_bytes(counts(n)) <= budget))
 
-    def longest(self, length: int, counts: Sequence[int]) -> int:
-        """The longest sequence, up to ``length``, that these blocks hold."""
-        return _largest(
-            length,
-            lambda n: all(h >= need for h, need in zip(counts, self.blocks(n), strict=True)),
-        )
+    def are_enough(self, counts: Sequence[int], length: int) -> bool:
+        """Whether one sequence of ``length`` tokens finds its blocks among these."""
+        return all(have >= need for have, need in zip(counts, self.blocks(length), strict=True))
 
 
 def _largest(high: int, fits: Callable[[int], bool]) -> int:
