@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 import pytest
 
+# Sets how long OpenMP's threads spin, which must happen before anything imports torch.
+import ambidex  # noqa: F401
+
 IS_CI = os.environ.get("CI", "").lower() == "true"
 
 
