@@ -9,6 +9,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -604,3 +605,40 @@ def test_the_default_model(smollm2: Path) -> None:
     gc.collect()
     assert weights > 400 << 20
     assert loaded - process.memory_info().rss > 0.8 * weights
+
+
+def test_threads_share_the_engine(tiny_model: Any) -> None:
+    """Four threads, each with its own calls: every one gets its own answers, and all end."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[{"prompt_token_ids": [3 + 5 * t + i, 7, 11]} for i in range(3)] for t in range(4)]
+    with LLM(str(tiny_model("llama", tokenizer=True)), kv_cache_memory_bytes="64MiB") as llm:
+        alone = [[o.outputs[0].token_ids for o in llm.generate(each, params)] for each in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(llm.generate, each, params) for each in prompts]
+            together = [[o.outputs[0].token_ids for o in job.result(timeout=120)] for job in jobs]
+        assert together == alone
+        assert llm.engine.stats().num_running == 0
+
+
+def test_a_failed_request_is_logged(
+    tiny_model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(tiny_model("llama", tokenizer=True)), kv_cache_memory_bytes="64MiB") as llm:
+
+        def fail(batch: Any) -> Any:
+            raise RuntimeError("the model is broken")
+
+        monkeypatch.setattr(llm.engine.lane.runner, "model", fail)
+        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(temperature=0))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error is not None and "the model is broken" in output.error
+    assert "the model is broken" in caplog.text
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [5], [{"text": "x"}]])
+def test_what_is_no_prompt(tiny_model: Any, prompts: Any) -> None:
+    with (
+        LLM(str(tiny_model("llama", tokenizer=True)), kv_cache_memory_bytes="64MiB") as llm,
+        pytest.raises(RequestError, match="A prompt is a text"),
+    ):
+        llm.generate(prompts)

@@ -7,11 +7,13 @@ with LLM(model="smollm2-135m-instruct") as llm:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ambidex.config import EngineConfig
@@ -26,6 +28,8 @@ from ambidex.request import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_PROMPT_FORMS = "A prompt is a text, {'prompt': TEXT} or {'prompt_token_ids': [IDS]}."
+
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -39,7 +43,7 @@ class LLM:
     ``options`` are the command line's, with underscores: ``max_model_len=4096``,
     ``dtype="float32"``, ``enable_prefix_caching=False``. Raises :class:`AmbidexError` for anything
     that is the caller's to correct. Use it as a context manager, or call :meth:`close`: both
-    give all memory back. Not thread-safe.
+    give all memory back. Several threads may call it; their requests share the steps.
     """
 
     def __init__(self, model: str, *, config: EngineConfig | None = None, **options: Any) -> None:
@@ -60,7 +64,8 @@ class LLM:
         self.notes += [*self.info.notes, *self._frontend.notes]
         for note in self.notes if is_resolved_here else ():
             logger.warning(note)
-        self._next_id = 0
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
         #: What the engine produced for each request that runs, until its caller takes it.
         self._outputs: dict[str, deque[RequestOutput]] = {}
 
@@ -111,7 +116,9 @@ class LLM:
         runs, for a prompt or parameter that cannot be served.
         """
         several = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        prepared = self._prepare(several, sampling_params, priority, add_special=True)
+        if not isinstance(several, Iterable):
+            raise RequestError(_PROMPT_FORMS, "prompts")
+        prepared = self._prepare(list(several), sampling_params, priority, add_special=True)
         return self._run(prepared, use_tqdm)
 
     def chat(
@@ -184,14 +191,13 @@ class LLM:
         prepared = []
         for index, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
             submission = Submission(
-                request_id=str(self._next_id),
+                request_id=str(next(self._ids)),
                 prompt=_prompt_content(prompt),
                 params=chosen,
                 arrival_s=now,
                 priority=priority[index] if priority else 0,
                 add_special_tokens=add_special,
             )
-            self._next_id += 1
             prepared.append((submission, self._frontend.prepare(submission)))
         return prepared
 
@@ -209,24 +215,30 @@ class LLM:
         running = {submission.request_id: requests for submission, requests in prepared}
         mine: deque[RequestOutput] = deque()
         try:
-            for submission, requests in prepared:
-                self._frontend.register(submission, requests)
-                self._outputs[submission.request_id] = mine
-                for request in requests:
-                    self.engine.add_request(request)
+            with self._lock:
+                for submission, requests in prepared:
+                    self._frontend.register(submission, requests)
+                    self._outputs[submission.request_id] = mine
+                    for request in requests:
+                        self.engine.add_request(request)
             while running:
-                while not mine:
-                    self._step()
-                output = mine.popleft()
-                if output.finished:
-                    del running[output.request_id], self._outputs[output.request_id]
+                with self._lock:
+                    # Another thread's step may have brought what this one waits for.
+                    while not mine:
+                        self._step()
+                    output = mine.popleft()
+                    if output.finished:
+                        del running[output.request_id], self._outputs[output.request_id]
+                if output.error:
+                    logger.warning("request %s failed: %s", output.request_id, output.error)
                 yield output
         finally:
-            for request_id, requests in running.items():
-                self._outputs.pop(request_id, None)
-                self._frontend.forget(request_id)
-                if self._engine is not None:
-                    self._engine.abort([request.request_id for request in requests])
+            with self._lock:
+                for request_id, requests in running.items():
+                    self._outputs.pop(request_id, None)
+                    self._frontend.forget(request_id)
+                    if self._engine is not None:
+                        self._engine.abort([request.request_id for request in requests])
 
     def _step(self) -> None:
         results, stopped = self._frontend.process(self.engine.step())
@@ -243,6 +255,4 @@ def _prompt_content(prompt: Prompt) -> str | Sequence[int]:
         if isinstance(prompt, Mapping) and name in prompt:
             content: str | Sequence[int] = prompt[name]
             return content
-    raise RequestError(
-        "A prompt is a text, {'prompt': TEXT} or {'prompt_token_ids': [IDS]}.", "prompt"
-    )
+    raise RequestError(_PROMPT_FORMS, "prompt")

@@ -307,9 +307,9 @@ def _verify_numbers(params: SamplingParams) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
         _require(-2 <= value <= 2, name, "between -2 and 2", value)
-    _require(
-        params.repetition_penalty > 0, "repetition_penalty", "above 0", params.repetition_penalty
-    )
+    # Beyond these, logits overflow.
+    is_sane = 0.001 <= params.repetition_penalty <= 1000
+    _require(is_sane, "repetition_penalty", "between 0.001 and 1000", params.repetition_penalty)
     _require(1 <= params.n <= MAX_N, "n", f"between 1 and {MAX_N}", params.n)
     if params.max_tokens is not None:
         _require(params.max_tokens >= 0, "max_tokens", "0 or more", params.max_tokens)
