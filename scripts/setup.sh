@@ -67,7 +67,7 @@ PY
 }
 
 install_cpu_torch() {
-    say "installing a CPU build of PyTorch ($torch_cpu)"
+    say "installing a CPU build of PyTorch ($torch_cpu, about 200 MB)"
     install "$torch_cpu" 2>/dev/null || install --index-url "$torch_cpu_index" "$torch_cpu" ||
         die "$torch_cpu was found neither on the package index nor on $torch_cpu_index for $("$python" -V). Install a torch>=2.11 into $venv and run this again with AMBIDEX_TORCH=skip."
     cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null) ||
@@ -101,7 +101,7 @@ esac
 stamp="$venv/.ambidex-${extra:-base}"
 state=$(cksum pyproject.toml constraints.txt)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
-    say "installing Ambidex${extra:+ with what the ${extra}s need}"
+    say "installing Ambidex${extra:+ with what the ${extra}s need} (a minute)"
     install --constraint constraints.txt --editable ".${extra:+[$extra]}"
     printf '%s\n' "$state" >"$stamp"
 fi

@@ -382,7 +382,7 @@ _LOG_OPTIONS = (
         default="warning",
         group=LOGS,
         choices=("critical", "error", "warning", "info", "debug", "trace"),
-        help="Level of the HTTP server's own log; info shows each access.",
+        help="Level of uvicorn's own messages; --log-level decides about the requests.",
     ),
 )
 

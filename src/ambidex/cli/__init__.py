@@ -92,6 +92,8 @@ def _discard(*streams: TextIO) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0 if words else EXIT_USAGE

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from ambidex.request import SamplingParams
 
 
+HELP = (
+    "ambidex: /clear starts over, /help shows this, /exit or Ctrl-D ends; Ctrl-C stops an answer, "
+    "and ends the chat where none is being written"
+)
+
+#: Tokens of the context that are kept for the answer when old turns have to go.
+ROOM_FOR_ANSWER = 64
+
+
 def main(argv: Sequence[str]) -> int:
     if wants(argv, "--help", "-h", "--help-all"):
         print_help("chat", "[MODEL] [OPTIONS]", SAMPLING_OPTIONS, argv)
@@ -33,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         params = llm.make_sampling_params(sampling_values(resolved), None)
         system = resolved.values["system"]
         start = [{"role": "system", "content": system}] if system is not None else []
-        say("ambidex: /clear starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer")
+        say(HELP)
         _converse(llm, params, start)
     return 0
 
@@ -58,16 +67,39 @@ def _converse(llm: LLM, params: SamplingParams, start: list[dict[str, str]]) -> 
             return
         if not text:
             continue
+        if text == "/help":
+            say(HELP)
+            continue
         if text == "/clear":
             messages = list(start)
             say("ambidex: the conversation was cleared")
             continue
         messages.append({"role": "user", "content": text})
+        _forget_old_turns(llm, messages, len(start))
         answer = _answer(llm, params, messages)
         if answer is None:
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer})
+
+
+def _forget_old_turns(llm: LLM, messages: list[dict[str, str]], num_kept: int) -> None:
+    """Drop the oldest question and answer while the conversation fills the context; the first
+    ``num_kept`` messages (the system's) and the last question stay."""
+    limit = llm.info.max_model_len
+    room = min(ROOM_FOR_ANSWER, limit // 4)
+    num_dropped = 0
+    while len(messages) > num_kept + 2:
+        prompt = llm.render_chat(messages)
+        if len(llm.get_tokenizer().encode(prompt, add_special_tokens=False)) + room <= limit:
+            break
+        del messages[num_kept : num_kept + 2]
+        num_dropped += 1
+    if num_dropped:
+        say(
+            f"ambidex: the context of {limit} tokens is full: the oldest {num_dropped} of the "
+            "conversation's turns were dropped (/clear drops all)"
+        )
 
 
 def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str | None:

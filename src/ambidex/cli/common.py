@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 #: Options of ``run`` and ``chat`` -> fields of SamplingParams.
 SAMPLING_OPTIONS = (
-    Option("--temperature", WORKS, "float", help="0 is greedy", dest="sampling.temperature",
+    Option("--temperature", WORKS, "float", low=0, help="0 is greedy", dest="sampling.temperature",
            default_help="the model's, else 1"),
-    Option("--top-p", WORKS, "float", help="nucleus sampling", dest="sampling.top_p",
+    Option("--top-p", WORKS, "float", low=0, high=1, help="nucleus sampling", dest="sampling.top_p",
            default_help="the model's, else 1"),
-    Option("--top-k", WORKS, "int", help="the k best tokens only; 0 is all",
+    Option("--top-k", WORKS, "int", low=-1, help="the k best tokens only; 0 is all",
            dest="sampling.top_k", default_help="the model's, else 0"),
-    Option("--min-p", WORKS, "float", help="tokens at least this likely relative to the best",
+    Option("--min-p", WORKS, "float", low=0, high=1,
+           help="tokens at least this likely relative to the best",
            dest="sampling.min_p", default_help="0"),
-    Option("--repetition-penalty", WORKS, "float", help="above 1 discourages repetition",
+    Option("--repetition-penalty", WORKS, "float", low=0, help="above 1 discourages repetition",
            dest="sampling.repetition_penalty", default_help="the model's, else 1"),
-    Option("--presence-penalty", WORKS, "float", help="-2 to 2",
+    Option("--presence-penalty", WORKS, "float", low=-2, high=2, help="-2 to 2",
            dest="sampling.presence_penalty", default_help="0"),
-    Option("--frequency-penalty", WORKS, "float", help="-2 to 2",
+    Option("--frequency-penalty", WORKS, "float", low=-2, high=2, help="-2 to 2",
            dest="sampling.frequency_penalty", default_help="0"),
-    Option("--max-tokens", WORKS, "int", aliases=("-n",), help="tokens to generate at most",
+    Option("--max-tokens", WORKS, "int", low=0, aliases=("-n",), help="tokens to generate at most",
            dest="sampling.max_tokens", default_help="512 for run, the context's end for chat"),
     Option("--stop", WORKS, "list", help="strings that end the text", dest="sampling.stop"),
     Option("--ignore-eos", WORKS, "flag", default=False, no_form=False,
@@ -108,7 +109,8 @@ def load(resolved: Resolved) -> Any:
     resolve_model(config.model.model, revision=config.model.revision, progress=say)
     llm = LLM(config.model.model, config=config)
     info = llm.info
-    say(f"ambidex: {info.model}: {info.source}, {info.dtype}, context {info.max_model_len}")
+    say(f"ambidex: {info.source}")
+    say(f"ambidex: {info.dtype}; context of {info.max_model_len} tokens")
     for note in llm.notes:
         say(f"ambidex: {note}")
     return llm

@@ -59,8 +59,10 @@ def _read_prompt(resolved: Resolved) -> str:
         except UnicodeDecodeError as error:
             raise RequestError(f"Standard input is not UTF-8 text: {error}.", "prompt") from None
     if not prompt:
+        model = resolved.values["model"]
+        hint = f" Was {model!r} meant as the prompt? It was taken as MODEL." if model else ""
         raise OptionError(
-            "There is no prompt. Give one with -p 'TEXT', or write it to standard input."
+            f"There is no prompt. Give one with -p 'TEXT', or write it to standard input.{hint}"
         )
     return prompt
 

@@ -240,7 +240,12 @@ class _Server:
         """Lets what runs come to its end, for at most ``shutdown_timeout_s``."""
         state = self._state
         state.is_draining = True
-        log.info("draining", extra=logs.fields(requests=state.num_in_flight))
+        log.info(
+            "draining; Ctrl-C ends at once",
+            extra=logs.fields(
+                requests=state.num_in_flight, at_most_s=state.config.shutdown_timeout_s
+            ),
+        )
         limit_s = time.monotonic() + state.config.shutdown_timeout_s
         while state.num_in_flight and time.monotonic() < limit_s:
             await asyncio.sleep(0.05)
