@@ -133,38 +133,25 @@ def serve_peer(path: Path, threads: int) -> None:
 
 
 def share_outside_model(llm: LLM) -> float:
-    """Share of step time outside the forward pass, with 64 requests decoding throughout."""
-    times = llm.engine.times
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    prompts = random_prompts(64, 64, seed=99)
-    # The decode steps alone: the counters are read when every prompt is in.
-    before: list[tuple[float, float]] = []
+    """Share of the time outside the forward pass while 64 requests decode: scheduling, batches,
+    sampling, detokenising and whatever else happens between two steps."""
+    engine = llm.engine
+    plain_step = engine.step
+    seen: list[tuple[float, float]] = []
 
-    def note() -> None:
-        before.append((times.model_s, times.step_s))
+    def step(timeout_s: float | None = None) -> Any:
+        if engine.scheduler.num_running == 64:
+            seen.append((engine.times.model_s, time.perf_counter()))
+        return plain_step(timeout_s)
 
-    _run_watched(llm, prompts, params, note)
-    (model_a, step_a), (model_b, step_b) = before[0], before[-1]
-    # What the caller's loop adds (detokenising) is part of a request's life too.
-    return 1 - (model_b - model_a) / (step_b - step_a)
-
-
-def _run_watched(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, note: Callable[[], None]
-) -> None:
-    original = llm._step
-
-    def step() -> Any:
-        outputs = original()
-        if llm.engine.scheduler.num_running == len(prompts):
-            note()
-        return outputs
-
-    llm._step = step  # type: ignore[method-assign]
-    try:
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    finally:
-        llm._step = original  # type: ignore[method-assign]
+    engine.step = step  # type: ignore[method-assign]
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(64, 64, seed=99)]
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False
+    )
+    engine.step = plain_step  # type: ignore[method-assign]
+    (model_a, began), (model_b, ended) = seen[1], seen[-1]
+    return 1 - (model_b - model_a) / (ended - began)
 
 
 def main() -> None:
