@@ -6,6 +6,7 @@ The HTTP side is in tests/server/test_bad_input.py, single options in tests/poli
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -191,6 +192,111 @@ def test_a_folder_without_a_tokenizer(call_command: Command, broken: Callable[..
     assert_refused(call_command("run", folder, "-p", "x"), "tokenizer.json")
 
 
+@pytest.mark.parametrize("name", ["x.gguf", "x.safetensors", "x.bin"])
+def test_a_model_that_is_a_pipe(call_command: Command, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / name).symlink_to("pipe")
+    for words in (("-p", "x"), ("-p", "x", "--hf-overrides.a", "1")):
+        done = call_command("run", str(tmp_path / name), *words)
+        assert_refused(done, f"{tmp_path}/{name} is a pipe, not a regular file")
+
+
+def test_a_folder_whose_files_are_pipes(call_command: Command, broken: Callable[..., str]) -> None:
+    folder = broken()
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        Path(folder, name).unlink()
+        os.mkfifo(Path(folder, name))
+        assert_refused(call_command("run", folder, "-p", "x"), folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("num_hidden_layers", 1_000_000_000, "lacks layers.999999999: its layers end"),
+        ("num_hidden_layers", 10**30, "at most"),
+        ("vocab_size", 1_000_000_000, "512 rows"),
+        ("hidden_size", 1_000_000_000, "64 columns"),
+        ("num_experts", 1_000_000_000, "4096"),
+        ("head_dim", 1_000_000_000, "65536"),
+        ("num_key_value_heads", 3, "must divide"),
+        ("rms_norm_eps", "x", "a number"),
+        ("rms_norm_eps", float("inf"), "a number"),
+        ("rope_parameters", "x", "an object"),
+        ("rope_theta", "a", "a number"),
+        ("rope_theta", 0, "above 0"),
+        ("rope_scaling", {"rope_type": "linear", "factor": "x"}, "rope_scaling.factor"),
+        ("rope_scaling", {"rope_type": ["x"]}, "a string"),
+        ("tie_word_embeddings", "no", "true or false"),
+        ("hidden_act", 3, "a string"),
+        ("eos_token_id", -5, "a whole number of at least 0"),
+        ("eos_token_id", "</s>", "a whole number of at least 0"),
+        ("eos_token_id", [1, None], "a whole number of at least 0"),
+        ("quantization_config", "gptq", "an object"),
+    ],
+)
+def test_a_config_that_would_break_the_model(
+    call_command: Command, broken: Callable[..., str], field: str, value: Any, named: str
+) -> None:
+    folder = broken(**{field: value})
+    done = call_command("run", folder, "-p", "x")
+    assert_refused(done, f"{folder}/config.json", field, named)
+
+
+def test_a_wrong_override_is_refused_like_the_file(call_command: Command, model: Path) -> None:
+    words = ("run", str(model), "-p", "x", "--hf-overrides")
+    done = call_command(*words, '{"rms_norm_eps": "x"}')
+    assert_refused(done, "'rms_norm_eps' is 'x'", "config.json")
+    done = call_command(*words, '{"architectures": 3, "model_type": [1]}')
+    assert_refused(done, "config.json", "is not supported")
+
+
+def test_yarn_needs_a_factor(call_command: Command, broken: Callable[..., str]) -> None:
+    folder = broken(rope_scaling={"rope_type": "yarn"})
+    assert_refused(call_command("run", folder, "-p", "x"), "config.json", "'yarn'", "'factor'")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
+def test_quantised_weights(call_command: Command, broken: Callable[..., str], method: str) -> None:
+    folder = broken(quantization_config={"quant_method": method, "bits": 4})
+    done = call_command("run", folder, "-p", "x")
+    assert_refused(done, f"'{method}'", "unquantised checkpoint", "GGUF")
+
+
+def test_experts_that_the_files_lack(
+    call_command: Command, tiny_model: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model("qwen3_moe", tokenizer=True), tmp_path / "model")
+    words = ("run", str(folder), "-p", "x", "--hf-overrides.num_experts")
+    assert_refused(call_command(*words, "1000000000"), "'num_experts'", "8 in a layer")
+
+
+def test_a_value_that_no_check_knows(
+    call_command: Command, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("unexpected")
+
+    monkeypatch.setattr("ambidex.models.llama.Llama.__init__", fail)
+    done = call_command("run", str(model), "-p", "x")
+    assert_refused(done, f"{model}/config.json", "TypeError: unexpected")
+
+
+def test_an_index_with_an_endless_name(call_command: Command, broken: Callable[..., str]) -> None:
+    folder = broken()
+    index = Path(folder, "model.safetensors.index.json")
+    for name in ("x" * 5000, "a\0b"):
+        index.write_text(json.dumps({"weight_map": {"t": name}}))
+        done = call_command("run", folder, "-p", "x")
+        assert_refused(done, str(index), "no file name")
+        assert len(done.err) < 1000
+
+
+def test_print_config_shows_what_has_no_effect(call_command: Command) -> None:
+    done = call_command("serve", "m", "--print-config", "--gpu-memory-utilization", "0.9")
+    assert done.code == 0 and "max-num-seqs" in done.out
+    assert "--gpu-memory-utilization" in done.err
+
+
 # --- the prompt and how to answer it --------------------------------------------------------------
 
 
@@ -223,7 +329,7 @@ def test_option_values(call_command: Command, model: Path, words: Any, named: st
     [
         (("--temperature", "-1"), "temperature"),
         (("--top-p", "0"), "top_p"),
-        (("--max-tokens", "-1"), "max_tokens"),
+        (("--max-tokens", "-1"), "--max-tokens"),
         (("--chat-template", "{% for %}"), "chat template"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,22 @@ class CheckpointConfig:
 
     def __repr__(self) -> str:
         return f"CheckpointConfig({self.source})"
+
+
+@contextmanager
+def config_errors(config: CheckpointConfig) -> Iterator[None]:
+    """What goes wrong while values of ``config`` are used is an InvalidModelError that names it.
+
+    The last resort, behind ``weights.config_check``, which knows the fields.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InvalidModelError(
+            f"{config.source}: no model can be built from its values "
+            f"({type(error).__name__}: {str(error)[:200]}). Repair the file, or give the values "
+            "with --hf-overrides."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,11 @@ def _check_range(option: Option, value: Any, where: str) -> None:
 
 # Each function takes text or a Python value and raises ValueError; the message is a detail or "".
 
-_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", re.ASCII)
+#: Of a number as it is written; more is nonsense, and overflows a float.
+_MAX_DIGITS = 100
+#: Of bytes and counts.
+_MAX_COUNT = 2**60
 _COUNT_UNITS = {
     "": 1,
     **{u: 1000**i for i, u in enumerate("kmgt", 1)},
@@ -196,6 +200,8 @@ def _number_with_unit(raw: Any) -> tuple[float | int, str]:
     if match is None:
         raise ValueError("")
     number = match[1]
+    if len(number) > _MAX_DIGITS:
+        raise ValueError("it is too large")
     return (float(number) if "." in number else int(number)), match[2]
 
 
@@ -221,6 +227,9 @@ def to_flag(raw: Any) -> bool:
 def to_int(raw: Any) -> int:
     if isinstance(raw, bool) or not isinstance(raw, str | int):
         raise ValueError("")
+    if isinstance(raw, str) and not raw.isascii():
+        # int() takes the digits of every script.
+        raise ValueError("its digits are not 0 to 9")
     try:
         return int(raw)
     except ValueError:
@@ -230,8 +239,12 @@ def to_int(raw: Any) -> int:
 def to_float(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         raise ValueError("")
+    if isinstance(raw, str) and not raw.isascii():
+        raise ValueError("its digits are not 0 to 9")
     try:
         value = float(raw)
+    except OverflowError:
+        raise ValueError("it is too large") from None
     except ValueError:
         raise ValueError("") from None
     if not math.isfinite(value):
@@ -246,18 +259,24 @@ def to_count(raw: Any) -> int:
     value = number * _COUNT_UNITS[unit]
     if value != int(value):
         raise ValueError("it is no whole number")
-    return int(value)
+    return _bounded(int(value))
+
+
+def _bounded(value: int) -> int:
+    if abs(value) > _MAX_COUNT:
+        raise ValueError(f"the most is 2^60, {_MAX_COUNT}")
+    return value
 
 
 def _to_bytes(raw: Any, bare: int) -> int:
     number, unit = _number_with_unit(raw)
     if unit == "":
-        return round(number * bare)
+        return _bounded(round(number * bare))
     if unit in _COUNT_UNITS:
-        return round(number * _COUNT_UNITS[unit])
+        return _bounded(round(number * _COUNT_UNITS[unit]))
     if unit.lower() not in _SIZE_UNITS:
         raise ValueError("the units are B, KB, MB, GB, TB and KiB, MiB, GiB, TiB")
-    return round(number * _SIZE_UNITS[unit.lower()])
+    return _bounded(round(number * _SIZE_UNITS[unit.lower()]))
 
 
 def to_size(raw: Any) -> int:

@@ -637,6 +637,9 @@ def _read_model_config(folder: str) -> dict[str, Any]:
     path = os.path.expanduser(folder)
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A pipe would block, and a device has no end.
+        raise OptionError(f"--hf-config-path: {path} is no regular file. Give a local folder.")
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -644,7 +647,7 @@ def _read_model_config(folder: str) -> dict[str, Any]:
         raise OptionError(
             f"--hf-config-path: there is no {path}. Give a local folder with a config.json."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"--hf-config-path: {path} cannot be read: {error}.") from None
     if not isinstance(config, dict):
         raise OptionError(f"--hf-config-path: {path} holds no JSON object.")

@@ -319,6 +319,7 @@ _COMPUTE_OPTIONS = (
         type="threads",
         dest="cpu_threads",
         low=1,
+        high=1024,
         unit="threads",
         group=COMPUTE,
         env=("AMBIDEX_CPU_THREADS", "OMP_NUM_THREADS"),

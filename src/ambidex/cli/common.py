@@ -59,6 +59,8 @@ def resolve(command: str, argv: Sequence[str], extra: Sequence[Option] = ()) -> 
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for name, value, source in rows:
             print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+        for note in resolved.notes:
+            say(f"ambidex: {note}")
         return None
     return resolved
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,10 @@ from typing import Any
 from ambidex.errors import OptionError
 from ambidex.options import FileOptions, Option, Resolved, config_path, resolve
 
+_MAX_BYTES = 1 << 20
+#: Far more than there are options; reading them takes a second.
+_MAX_NODES = 10_000
+_PIPE_FOLDERS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 
 
@@ -34,7 +40,7 @@ def load_config(name: str) -> FileOptions:
     if path.is_dir():
         return _model_folder(path, name)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path, name)
     except FileNotFoundError:
         raise OptionError(
             f"--config: there is no file {name}. Give a YAML file of options."
@@ -47,6 +53,24 @@ def load_config(name: str) -> FileOptions:
     if path.name == "config.json" and ("model_type" in values or "architectures" in values):
         return _model_folder(path.parent, name)
     return FileOptions(name, values, lines)
+
+
+def _read(path: Path, name: str) -> str:
+    """The text of a regular file, or of a pipe that the shell made (``--config <(command)``)."""
+    # Opening a FIFO that nobody writes to would block.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        is_shell_pipe = stat.S_ISFIFO(mode) and str(path).startswith(_PIPE_FOLDERS)
+        if not stat.S_ISREG(mode) and not is_shell_pipe:
+            raise OptionError(f"--config: {name} is no regular file. Give a YAML file of options.")
+        os.set_blocking(descriptor, True)
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise OptionError(
+            f"--config: {name} has more than {_MAX_BYTES} bytes, too many for a file of options."
+        )
+    return raw.decode("utf-8")
 
 
 def _model_folder(folder: Path, name: str) -> FileOptions:
@@ -69,11 +93,37 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
     # Here, because it takes a tenth of a second.
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
+    from ruamel.yaml.composer import Composer
     from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.events import AliasEvent
 
+    num_nodes = 0
+
+    class PlainComposer(Composer):
+        """Without aliases, of which a few lines make billions of values."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            nonlocal num_nodes
+            event = self.parser.peek_event()
+            line = event.start_mark.line + 1
+            if isinstance(event, AliasEvent) or event.anchor is not None:
+                sign = "*" if isinstance(event, AliasEvent) else "&"
+                raise OptionError(
+                    f"{name}, line {line}: {sign}{event.anchor}: anchors and aliases are not "
+                    "supported. Write the value out, and put text that begins so in quotes."
+                )
+            num_nodes += 1
+            if num_nodes > _MAX_NODES:
+                raise OptionError(
+                    f"{name}, line {line}: more than {_MAX_NODES} values, too many for options."
+                )
+            return super().compose_node(parent, index)
+
+    yaml = YAML(typ="rt")
+    yaml.Composer = PlainComposer
     try:
-        data = YAML(typ="rt").load(text)
+        data = yaml.load(text)
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
         raise OptionError(

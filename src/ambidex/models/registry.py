@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ambidex.config import CheckpointConfig
+from ambidex.config import CheckpointConfig, config_errors
 from ambidex.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -54,8 +54,12 @@ def model_config(config: CheckpointConfig) -> CheckpointConfig:
 
 
 def build_model(context: BuildContext, config: CheckpointConfig) -> CausalLM:
-    """The model of ``config``, without weights. Raises UnsupportedModelError."""
-    return _find(config).Model(context, model_config(config))
+    """The model of ``config``, without weights. Raises UnsupportedModelError or
+    InvalidModelError."""
+    module = _find(config)
+    with config_errors(config):
+        model: CausalLM = module.Model(context, model_config(config))
+    return model
 
 
 def _find(config: CheckpointConfig) -> Any:
@@ -64,8 +68,9 @@ def _find(config: CheckpointConfig) -> Any:
     module = MODELS.get(kind) if isinstance(kind, str) else None
     if module is None:
         names = config.get("architectures", [])
+        first = names[0] if isinstance(names, list) and names else "?"
         raise UnsupportedModelError(
-            f"{config.source}: architecture {(names or ['?'])[0]} (model_type '{kind}') is not "
+            f"{config.source}: architecture {first!s:.80} (model_type '{kind!s:.80}') is not "
             f"supported. Supported model types: {', '.join(sorted(MODELS))}."
         )
     return importlib.import_module(module)

@@ -21,9 +21,9 @@ except Exception as error:  # A broken installation fails in many ways.
         "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
     ) from error
 
-from ambidex.config import CheckpointConfig, EngineConfig
+from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
-from ambidex.errors import InvalidModelError, OptionError, OutOfMemory
+from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable, Parameter
@@ -32,6 +32,7 @@ from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cach
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.model_runner import ModelRunner
 from ambidex.weights.checkpoint import open_checkpoint
+from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
 from ambidex.weights.load import load_weights
 
@@ -44,17 +45,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-
-#: Fields of a configuration that sizes are computed from; where they are given, they count things.
-_COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
 
 
 @dataclass(slots=True)
@@ -109,10 +99,11 @@ def load_lane(
     if config.model.tokenizer is not None:
         tokenizer_path = Path(resolve_model(config.model.tokenizer).path)
     model_values = model_config(checkpoint.config)
-    _check_counts(model_values)
-    max_model_len = resolve_max_model_len(
-        config.model.max_model_len, model_values, config.model.max_model_len_cap
-    )
+    check_config(model_values, checkpoint)
+    with config_errors(model_values):
+        max_model_len = resolve_max_model_len(
+            config.model.max_model_len, model_values, config.model.max_model_len_cap
+        )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     device = CPUDevice(config.cpu_threads)
@@ -171,17 +162,6 @@ def load_lane(
         notes=notes,
         load_s=time.perf_counter() - began,
     )
-
-
-def _check_counts(config: CheckpointConfig) -> None:
-    """Raise InvalidModelError for a size that is no positive whole number."""
-    for name in _COUNTS:
-        value = config.get(name, 1)
-        if type(value) is not int or value < 1:
-            raise InvalidModelError(
-                f"{config.source}: the field '{name}' is {value!r:.60}, and must be a whole number "
-                "of at least 1. Repair the file, or give the value with --hf-overrides."
-            )
 
 
 def _reserve_weights(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
 from ambidex.weights.gguf import GGUFSource, split_parts
-from ambidex.weights.headers import GGUFHeader, parse_json_object
+from ambidex.weights.headers import GGUFHeader, parse_json_object, require_regular
 from ambidex.weights.safetensors import SafetensorsSource, shards_of
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def open_checkpoint(path: Path | str, hf_overrides: Mapping[str, Any] | None = N
         return _open_folder(path, overrides)
     if not path.exists():
         raise ModelNotFoundError(f"There is no file or folder {path}. Check the path.")
+    require_regular(path)
     suffix = path.suffix.lower()
     if suffix == ".gguf":
         return _open_gguf(path, overrides)
@@ -242,6 +243,7 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        require_regular(path)
         return parse_json_object(path.read_bytes(), str(path))
     except OSError as error:
         raise InvalidModelError(
@@ -278,6 +280,7 @@ class TorchSource:
 def _load_torch_file(path: Path) -> dict[str, torch.Tensor]:
     import torch
 
+    require_regular(path)
     if not zipfile.is_zipfile(path):
         raise InvalidModelError(
             f"{path} is truncated, or in torch's old format, which cannot be mapped. Download it "

