@@ -6,6 +6,8 @@ import functools
 import heapq
 import itertools
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from ambidex.engine.detokenizer import Detokenizer
 from ambidex.engine.gguf_tokenizer import build_gguf_tokenizer
-from ambidex.engine.tokenizer import Tokenizer, TokenizerSource, load_tokenizer
+from ambidex.engine.tokenizer import MAX_CHARS_WITH_GIL, Tokenizer, TokenizerSource, load_tokenizer
 from ambidex.errors import InvalidModelError, RequestError, UnsupportedModelError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -63,6 +65,39 @@ def assert_like_transformers(folder: Path) -> Tokenizer:
             )
             assert tokenizer.decode(ids, skip) == wanted_text, text
     return tokenizer
+
+
+class TestLongTexts:
+    def test_same_ids_as_in_one_call(self, train: Train, make_folder: Make) -> None:
+        for kind in ("byte_level", "byte_fallback", "metaspace"):
+            backend = train(kind)
+            tokenizer = load(make_folder(backend))
+            text = " \n".join(TEXTS) * 30
+            assert len(text) > MAX_CHARS_WITH_GIL
+            for special in (True, False):
+                wanted = tokenizer.backend.encode(text, add_special_tokens=special).ids
+                assert tokenizer.encode(text, special) == wanted
+
+    def test_other_threads_run_meanwhile(self, train: Train, make_folder: Make) -> None:
+        tokenizer = load(make_folder(train("byte_level")))
+        text = "Hello, world! 1234 " * 60_000
+        is_over = threading.Event()
+        gaps = []
+
+        def tick() -> None:
+            while not is_over.is_set():
+                began_s = time.monotonic()
+                time.sleep(0.001)
+                gaps.append(time.monotonic() - began_s)
+
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        began_s = time.monotonic()
+        tokenizer.encode(text)
+        took_s = time.monotonic() - began_s
+        is_over.set()
+        ticker.join()
+        assert max(gaps) < took_s / 2
 
 
 class TestFolder:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from conftest import DEADLINE_S, Server
+from ambidex.server import limits
+from ambidex.server.errors import ApiError
+from conftest import DEADLINE_S, Server, wait_until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+#: A call whose arguments are JSON, but a text.
+TEXT_CALL = {"function": {"name": "f", "arguments": '"text"'}}
 
 
 def check_error(response: httpx.Response, status: int, param: str | None = None) -> str:
@@ -93,6 +100,8 @@ def test_bad_json(server: Server, path: str, body: bytes) -> None:
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"bad_words": ["x"] * 65}, "bad_words"),
         ({"prompt_logprobs": 10_000}, "prompt_logprobs"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -180,6 +189,10 @@ def test_best_of_equal_to_n_works(server: Server) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"no name": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"": 1}}, "chat_template_kwargs"),
+        ({"messages": HELLO * 4097}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [TEXT_CALL]}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 10_000}, None),
         ({"continue_final_message": True, "add_generation_prompt": True}, None),
@@ -209,11 +222,148 @@ def test_what_clients_send_and_nobody_needs_is_ignored(server: Server) -> None:
     assert server.post(CHAT, body).status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_template_variable_may_have_any_name(server: Server, path: str) -> None:
+    names = ("self", "text", "kwargs", "args", "source", "context")
+    body = {
+        "messages": HELLO,
+        "max_tokens": 1,
+        "chat_template_kwargs": dict.fromkeys(names, 1),
+    }
+    assert server.post(path, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        (b"\\ud800", 12),
+        (b"a\\udc00", 13),
+        (b"\\ud83d\\ude00\\ud83d", 24),
+        (b"\\udc00\\ud800", 12),
+    ],
+)
+def test_a_lone_surrogate_is_named(server: Server, text: bytes, at: int) -> None:
+    body = b'{"prompt": "' + text + b'"}'
+    message = check_error(server.post(COMPLETIONS, content=body), 400)
+    assert f"a lone surrogate ({body[at : at + 6].decode()}) is at byte {at}" in message
+
+
+def test_a_pair_of_surrogates_is_a_character(server: Server) -> None:
+    body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
+    assert server.post(COMPLETIONS, content=body).status_code == 200
+
+
+def test_tokenize_has_a_limit(server: Server) -> None:
+    assert server.post("/tokenize", {"prompt": "a" * 2**20}).json()["count"] == 2**20
+    for body in (
+        {"prompt": "a" * (2**20 + 1)},
+        {"messages": [{"role": "user", "content": "a" * (2**20 + 1)}]},
+    ):
+        message = check_error(server.post("/tokenize", body), 400, next(iter(body)))
+        assert "1048577" in message
+        assert "1048576" in message
+
+
+def test_detokenize_has_a_limit(server: Server) -> None:
+    message = check_error(server.post("/detokenize", {"tokens": [1] * (2**20 + 1)}), 400, "tokens")
+    assert "1048576" in message
+
+
+def _items(head: bytes, item: bytes, count: int, tail: bytes) -> Callable[[], bytes]:
+    return lambda: head + item * (count - 1) + item.rstrip(b",") + tail
+
+
+def _numbered(name: bytes, count: int) -> Callable[[], bytes]:
+    def make() -> bytes:
+        inner = b",".join(b'"%d":1' % i for i in range(count))
+        return b'{"prompt":"a","' + name + b'":{' + inner + b"}}"
+
+    return make
+
+
+_CALL = b'{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"['
+
+
+#: Path, body, status. Each is near the limit of a body's size, and its parts are many.
+HEAVY: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "messages": (CHAT, _items(b'{"messages":[', b"{},", 10_000_000, b"]}"), 400),
+    "parts": (
+        CHAT,
+        _items(b'{"messages":[{"role":"user","content":[', b'"",', 1_100_000, b"]}]}"),
+        400,
+    ),
+    "arguments": (CHAT, _items(_CALL, b"{},", 10_000_000, b']"}}]}]}'), 400),
+    "bias": (COMPLETIONS, _numbered(b"logit_bias", 1_100_000), 400),
+    "unknown": (COMPLETIONS, _numbered(b"unknown", 2_400_000), 400),
+    "stops": (COMPLETIONS, _items(b'{"prompt":"a","stop":[', b'"a",', 7_000_000, b"]}"), 400),
+    "token ids": (COMPLETIONS, _items(b'{"prompt":[', b"1,", 16_000_000, b"]}"), 400),
+    "fewer ids": (COMPLETIONS, _items(b'{"prompt":[', b"1,", 1_100_000, b"]}"), 400),
+    "commas": ("/tokenize", lambda: b'{"prompt":"' + b"," * 30_000_000 + b'"}', 400),
+    "quotes": (CHAT, lambda: b'{"a":"' + b'\\",' * 10_000_000, 400),
+    "text": ("/tokenize", lambda: b'{"prompt":"' + b"ab " * 340_000 + b'"}', 200),
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_bodies_do_not_stop_the_server(server: Server, name: str) -> None:
+    path, make, status = HEAVY[name]
+    body = make()
+    is_over = threading.Event()
+    gaps: list[float] = []
+
+    def probe() -> None:
+        with httpx.Client(timeout=DEADLINE_S) as http:
+            while not is_over.is_set():
+                began_s = time.monotonic()
+                assert http.get(server.root + "/live").status_code == 200
+                gaps.append(time.monotonic() - began_s)
+
+    prober = threading.Thread(target=probe)
+    prober.start()
+    try:
+        wait_until(lambda: gaps, "the first answer")
+        gaps.clear()
+        response = server.post(path, content=body)
+        wait_until(lambda: gaps, "an answer meanwhile, or soon")
+    finally:
+        is_over.set()
+        prober.join(DEADLINE_S)
+    assert response.status_code == status, response.text[:300]
+    # The aim is one second; shared machines get some more.
+    assert max(gaps) < 2, max(gaps)
+
+
+@pytest.mark.parametrize(
+    ("item", "is_over"),
+    [
+        (rb'"a,b"', False),
+        (rb'"a\",\"b"', False),
+        (rb'"\\"', False),
+        (rb'"\\\",["', False),
+        (rb'"\n\\",","', True),
+        (rb"{}", True),
+        (rb"[]", True),
+    ],
+)
+def test_values_are_counted_outside_of_texts(
+    monkeypatch: pytest.MonkeyPatch, item: bytes, is_over: bool
+) -> None:
+    monkeypatch.setattr(limits, "MAX_JSON_VALUES", 11)
+    body = b'{"a":[' + b",".join([item] * 9) + b"]}"
+    json.loads(body)
+    if is_over:
+        with pytest.raises(ApiError, match="more than 11 JSON values"):
+            limits.check_num_values(body)
+    else:
+        limits.check_num_values(body)
+
+
 def test_unknown_model(server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         server.client().completions.create(model="gpt-4", prompt="a")
     assert caught.value.code == "model_not_found"
     check_error(server.get("/v1/models/gpt-4"), 404, "model")
+    check_error(server.get("/v1/models/"), 404)
 
 
 def test_unknown_route_and_method(server: Server) -> None:

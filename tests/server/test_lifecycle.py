@@ -125,6 +125,22 @@ def test_a_request_that_kills_the_engine(start_server: Start) -> None:
     wait_restarted(server, pid)
 
 
+def test_an_engine_that_dies_while_draining_is_not_replaced(start_server: Start) -> None:
+    server = start_server(server={"shutdown_timeout_s": 30}).wait_ready()
+    pid = engine_pid(server)
+    stream = Streaming(server)
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in server.log, "draining")
+    os.kill(pid, signal.SIGKILL)
+    message = stream.last()["error"]["message"]
+    assert "signal 9" in message
+    assert "shutting down" in message
+    assert server.wait_exit() == 0
+    assert "restarted" not in server.log
+    assert "Traceback" not in server.log
+    assert list(server.temp.iterdir()) == []
+
+
 def test_three_deaths_end_the_server(start_server: Start) -> None:
     server = start_server().wait_ready()
     for _ in range(2):

@@ -63,7 +63,7 @@ class RequestFailedError(AmbidexError):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the engine works. ``state`` is starting, ready, restarting, dead or closed."""
+    """Whether the engine works. ``state`` is starting, ready, restarting, dead, ended or closed."""
 
     is_ok: bool
     state: str
@@ -198,6 +198,7 @@ class AsyncEngine:
         self._frontend: Frontend | None = None
         self._info: EngineInfo | None = None
         self._metrics: Metrics | None = None
+        self._is_draining = False
         self.state = "starting"
         self.stats = EngineStats()
         #: Since the server started, over all engine processes.
@@ -259,6 +260,10 @@ class AsyncEngine:
             await self._handle.close(timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=0)
+
+    def drain(self) -> None:
+        """What runs goes on, but a process that dies from now on has no successor."""
+        self._is_draining = True
 
     def kill(self) -> None:
         """Ends the engine process at once."""
@@ -385,6 +390,7 @@ class AsyncEngine:
                     "seconds. Try again later."
                 ),
                 "dead": "The engine died too often and is not restarted.",
+                "ended": "The server is shutting down.",
                 "closed": "The server is shutting down.",
             }
             raise EngineUnavailableError(sentences[self.state])
@@ -580,16 +586,22 @@ class AsyncEngine:
         self.metrics.engine_died()
         running = len(self._streams)
         log.error("engine process %s", how, extra=logs.fields(pid=handle.pid, running=running))
+        next_step = (
+            "The server is shutting down: send the request to another one, or again later."
+            if self._is_draining
+            else "It is being restarted: send the request again."
+        )
         self.fail_all(
-            EngineDeadError(
-                f"The engine process {how} while this request was running. It is being "
-                "restarted: send the request again."
-            )
+            EngineDeadError(f"The engine process {how} while this request was running. {next_step}")
         )
 
     async def _restart(self) -> EngineHandle | None:
-        """Another process that is ready; None where there were too many deaths."""
+        """Another process that is ready; None where there were too many deaths, or no need."""
         while True:
+            if self._is_draining:
+                self.state = "ended"
+                self._ready.set()
+                return None
             now = time.monotonic()
             self._deaths.append(now)
             while now - self._deaths[0] > DEATH_WINDOW_S:

@@ -66,7 +66,6 @@ class ChatTemplate:
                 "The chat template is nested too deeply or too large to be compiled.",
                 param="chat_template",
             ) from error
-        self._wants_parts: bool | None = None
 
     def render(
         self,
@@ -95,9 +94,8 @@ class ChatTemplate:
                 "request itself.",
                 param="chat_template_kwargs",
             )
-        if self._wants_parts is None:
-            self._wants_parts = self._probe_parts(variables)
-        chat = _normalized(messages, self._wants_parts)
+        # Asked for every request: one client's variables must not decide for the others.
+        chat = _normalized(messages, self._probe_parts(variables))
         final = _mark_final(chat) if continue_final_message else None
         text = self._run(
             {
@@ -118,7 +116,7 @@ class ChatTemplate:
         parts = []
         size = 0
         try:
-            for part in template.generate(**variables):
+            for part in template.generate(variables):
                 size += len(part)
                 if size > MAX_TEXT_CHARS:
                     raise _LimitError(f"its text exceeds {MAX_TEXT_CHARS} characters")

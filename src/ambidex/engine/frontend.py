@@ -66,7 +66,7 @@ class Frontend(Protocol):
     def forget(self, request_id: str) -> None:
         """The request has ended; an unknown id is ignored."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt text; see :meth:`Tokenizer.apply_chat_template`."""
 
 
@@ -118,7 +118,7 @@ class TextFrontend:
     def forget(self, request_id: str) -> None:
         self._output.abort(request_id)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         return self.tokenizer.apply_chat_template(
             messages, **{"chat_template": self._chat_template, **options}
         )

@@ -48,6 +48,10 @@ END_OF_TURN_TOKENS = (
     "[e~[",
 )
 
+#: Longer texts are encoded without the GIL, which takes a hand-over between threads. In the time
+#: that this many characters take, other threads can wait.
+MAX_CHARS_WITH_GIL = 2048
+
 #: The special tokens that chat templates may name as variables.
 _ROLES = (
     "bos_token",
@@ -129,9 +133,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. The text of a special token becomes that token.
 
-        Raises :class:`RequestError` for text that is no Unicode (a lone surrogate).
+        A long text leaves other threads running meanwhile. Raises :class:`RequestError` for text
+        that is no Unicode (a lone surrogate).
         """
         check_unicode(text)
+        if len(text) > MAX_CHARS_WITH_GIL:
+            # Of the library's calls, only those for batches release the GIL.
+            (encoding,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(encoding.ids)
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -161,6 +172,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -89,7 +89,11 @@ async def models(state: ServerState, http: Request) -> Response:
 
 
 async def model(state: ServerState, http: Request) -> Response:
-    name = state.check_model(http.path_params["name"])
+    name = http.path_params["name"]
+    if not name:
+        # A request's empty name means the default model, but here it is no model's path.
+        raise HTTPException(404)
+    state.check_model(name)
     return json_response(_model(state, name))
 
 

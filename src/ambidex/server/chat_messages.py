@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ambidex.server import limits
 from ambidex.server.errors import ApiError
 
 #: Names that a template gets from us; a request cannot set them.
@@ -58,10 +59,13 @@ def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
             raise _bad("each of 'tool_calls' needs a 'function' with a 'name'.", index)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
+            limits.check_num_values(arguments.encode(), f"messages[{index}]: a tool call")
             try:
                 arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
             except (msgspec.DecodeError, ValueError, RecursionError):
                 raise _bad("the arguments of a tool call are not valid JSON.", index) from None
+            if isinstance(arguments, str):
+                raise _bad("the arguments of a tool call must be a JSON object.", index)
         converted.append({**call, "function": {**function, "arguments": arguments or {}}})
     return converted
 
@@ -88,6 +92,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return checked
 
 
+def num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of all contents, as :func:`check_messages` left them."""
+    return sum(len(message["content"] or "") for message in messages)
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Extra variables for the template; raises a 400 where one is not the client's to set."""
     taken = sorted(RESERVED & set(kwargs or ()))
@@ -95,6 +104,14 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ApiError(
             400,
             f"'chat_template_kwargs' cannot set '{taken[0]}'. Use the request's own field.",
+            param="chat_template_kwargs",
+        )
+    odd = [name for name in kwargs or () if not name.isidentifier()]
+    if odd:
+        raise ApiError(
+            400,
+            f"'chat_template_kwargs' holds {odd[0][:40]!r}, which is no name of a variable. Use "
+            "letters, digits and underscores.",
             param="chat_template_kwargs",
         )
     return dict(kwargs or {})

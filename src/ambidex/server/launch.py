@@ -240,6 +240,7 @@ class _Server:
         """Lets what runs come to its end, for at most ``shutdown_timeout_s``."""
         state = self._state
         state.is_draining = True
+        self._engine.drain()
         log.info(
             "draining; Ctrl-C ends at once",
             extra=logs.fields(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ambidex.engine.output import CompletionOutput
 from ambidex.server import limits
-from ambidex.server.chat_messages import check_messages, check_template_kwargs
+from ambidex.server.chat_messages import check_messages, check_template_kwargs, num_chars
 from ambidex.server.choices import collect
 from ambidex.server.errors import ApiError
 from ambidex.server.logprobs import Position, TokenNames, chat_logprobs, prompt_logprobs
@@ -20,7 +20,6 @@ from ambidex.server.protocol import (
     ChatRequest,
     TokenizeRequest,
     Usage,
-    parse,
     sampling_values,
     usage,
 )
@@ -54,6 +53,7 @@ async def render_prompt(
         variables["documents"] = request.documents
 
     def render() -> str:
+        limits.check_num_chars(state, num_chars(messages), "messages")
         return state.engine.frontend.apply_chat_template(
             messages,
             tools=tools,
@@ -224,15 +224,16 @@ class _Chat:
 
 
 async def serve_chat(state: ServerState, http: Request) -> Response:
-    body = await limits.read_json(http, state.config.max_body_bytes)
-    request = parse(body, ChatRequest)
+    request, messages = await limits.read_request(
+        state, http, ChatRequest, lambda request: check_messages(request.messages)
+    )
     check_stream_options(request.stream, request.stream_options)
     chat = _Chat(
         state=state,
         request=request,
         model=state.check_model(request.model),
         request_id=new_id("chatcmpl"),
-        messages=check_messages(request.messages),
+        messages=messages,
         created_s=int(time.time()),
         names=TokenNames(state.engine.frontend.tokenizer, bool(request.return_tokens_as_token_ids)),
     )

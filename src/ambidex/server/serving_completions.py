@@ -20,7 +20,6 @@ from ambidex.server.protocol import (
     CompletionRequest,
     TokenId,
     Usage,
-    parse,
     sampling_values,
     usage,
 )
@@ -31,7 +30,7 @@ from ambidex.server.state import Job, Prompt, ServerState, new_id, submit
 DEFAULT_MAX_TOKENS = 16
 
 
-def parse_prompts(value: Any) -> list[Prompt]:
+def parse_prompts(value: Any, max_model_len: int) -> list[Prompt]:
     """A string, a list of strings, a list of token ids, or a list of such lists."""
     if value is None:
         raise ApiError(400, "'prompt' is missing.", param="prompt")
@@ -42,7 +41,7 @@ def parse_prompts(value: Any) -> list[Prompt]:
             400, "'prompt' must be a text, a list of token ids, or a list of these.", param="prompt"
         )
     if isinstance(value[0], int):
-        return [_token_ids(value)]
+        return [_token_ids(value, max_model_len)]
     if len(value) > limits.MAX_PROMPTS:
         raise ApiError(
             400,
@@ -50,10 +49,14 @@ def parse_prompts(value: Any) -> list[Prompt]:
             "requests.",
             param="prompt",
         )
-    return [entry if isinstance(entry, str) else _token_ids(entry) for entry in value]
+    return [
+        entry if isinstance(entry, str) else _token_ids(entry, max_model_len) for entry in value
+    ]
 
 
-def _token_ids(value: Any) -> list[int]:
+def _token_ids(value: Any, max_model_len: int) -> list[int]:
+    if isinstance(value, list):
+        limits.check_num_tokens(value, max_model_len, "prompt")
     try:
         return msgspec.convert(value, list[TokenId])
     except msgspec.ValidationError:
@@ -229,15 +232,20 @@ def check_stream_options(stream: bool | None, options: Any) -> None:
 
 
 async def serve_completions(state: ServerState, http: Request) -> Response:
-    body = await limits.read_json(http, state.config.max_body_bytes)
-    request = parse(body, CompletionRequest)
+    max_model_len = state.engine.info.max_model_len
+    request, prompts = await limits.read_request(
+        state,
+        http,
+        CompletionRequest,
+        lambda request: parse_prompts(request.prompt, max_model_len),
+    )
     check_stream_options(request.stream, request.stream_options)
     completion = _Completion(
         state=state,
         request=request,
         model=state.check_model(request.model),
         request_id=new_id("cmpl"),
-        prompts=parse_prompts(request.prompt),
+        prompts=prompts,
         n=1,
         created_s=int(time.time()),
         names=TokenNames(state.engine.frontend.tokenizer, bool(request.return_tokens_as_token_ids)),

@@ -54,7 +54,8 @@ class ServerState:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"The model '{name}' is not served here. Served: {', '.join(self.model_names)}.",
+                f"The model '{name[:200]}' is not served here. "
+                f"Served: {', '.join(self.model_names)}.",
                 param="model",
                 code="model_not_found",
             )
@@ -164,7 +165,8 @@ async def submit(
 
 
 def _log_prompts(request_id: str, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-    values: Any = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    # Each cut first: only so much is shown, and all of it may be megabytes.
+    values: Any = [prompt[:MAX_LOGGED_CHARS] for prompt in prompts]
     log.info(
         "request received",
         extra=logs.fields(
