@@ -530,3 +530,25 @@ def test_stored_values_are_finite(dtype: torch.dtype) -> None:
     assert key.isnan()[0]
     assert value.isfinite().all()
     assert value[0] == 0
+
+
+@pytest.mark.parametrize(("width", "num_out"), [(64, 64), (96, 200), (576, 960), (1536, 576)])
+def test_packed_weights(width: int, num_out: int) -> None:
+    """A packed weight gives the same product, and a row's bits depend on that row alone: for all
+    numbers of rows and threads, though its layout was chosen for one of them."""
+    x, weight = normal(530, width), normal(num_out, width, seed=1)
+    packed = reference.pack_weight(weight.clone())
+    torch.set_num_threads(1)
+    whole = reference.linear(x, packed)
+    expected = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 7, 8, 9, 16, 40, 129, 530):
+            assert torch.equal(reference.linear(x[:rows], packed), whole[:rows]), rows
+            assert torch.equal(reference.linear(x[-rows:], packed), whole[-rows:]), rows
+
+
+def test_only_float32_matrices_are_packed() -> None:
+    for weight in (normal(64, 64).bfloat16(), normal(8, 64)):
+        assert reference.pack_weight(weight) is weight

@@ -18,6 +18,7 @@ processors without arithmetic for them.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 
 import torch
@@ -41,6 +42,8 @@ _GRAIN_ELEMENTS = 32768
 _VECTOR_ELEMENTS = 32
 # Rows of an input up to which a product is cut into panels.
 _MAX_PANEL_ROWS = 128
+# The number of rows that a packed weight's layout is chosen for; it serves all.
+_PACKED_FOR_ROWS = 16
 # A weight is multiplied in pieces of this many elements.
 _PIECE_ELEMENTS = 1 << 22
 
@@ -109,10 +112,36 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    """A ``weight`` [out, in] in the form that :func:`linear` multiplies fastest.
+
+    On x86 that is oneDNN's own layout, opaque and of the same size: the library else rearranges
+    the weight in every call, which takes longer than the product with few rows. The results are
+    as exact, though not the same bits as unpacked. Other weights are returned as they are.
+    """
+    if (
+        weight.dtype is not torch.float32
+        or weight.shape[0] < PANEL
+        or platform.machine() not in ("x86_64", "AMD64")
+        or not torch.backends.mkldnn.is_available()
+    ):
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return packed
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [n, out]."""
+    """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [n, out].
+
+    ``weight`` may come from :func:`pack_weight`.
+    """
     num_rows, num_out = x.shape[0], weight.shape[0]
     x = _pad_rows(x)
+    if weight.is_mkldnn:
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        if bias is not None:
+            out += bias
+        return out[:num_rows]
     # Pieces of a large product are faster, and bound what is widened at a time.
     step = max(PANEL, _PIECE_ELEMENTS // weight.shape[1] // PANEL * PANEL)
     if num_out <= step:

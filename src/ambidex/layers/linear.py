@@ -32,7 +32,9 @@ class Linear(Module):
             parts[name] = (total, size)
             total += size
         self.out_features = total
-        self.weight = Parameter((total, in_features), context.dtype, parts)
+        self.weight = Parameter(
+            (total, in_features), context.dtype, parts, pack=self._kernels.pack_weight
+        )
         self.bias = Parameter((total,), torch.float32, parts) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

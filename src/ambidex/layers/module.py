@@ -67,7 +67,7 @@ class Parameter:
     columns] for experts that lie below each other.
     """
 
-    __slots__ = ("_filled", "data", "dtype", "parts", "shape", "stacked")
+    __slots__ = ("_filled", "_pack", "data", "dtype", "parts", "shape", "stacked")
 
     def __init__(
         self,
@@ -75,12 +75,15 @@ class Parameter:
         dtype: torch.dtype,
         parts: Mapping[str, tuple[int, int]] | None = None,
         stacked: tuple[int, ...] | None = None,
+        pack: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.stacked = stacked or shape
         self.parts = dict(parts or {"": (0, shape[0])})
         self.data: Tensor = torch.empty(0)
+        #: Rearranges the weight for its kernel, once it is whole.
+        self._pack = pack
         self._filled: set[str] = set()
 
     @property
@@ -118,6 +121,8 @@ class Parameter:
             self.data = device.empty(self.shape, self.dtype)
         self.data[first : first + rows].view(expected).copy_(tensor)
         self._filled.update(self.parts if part == WHOLE else (part,))
+        if self._pack is not None and self.is_loaded:
+            self.data = self._pack(self.data)
 
 
 class Module:
