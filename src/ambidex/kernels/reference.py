@@ -112,6 +112,16 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def packs(num_out: int, dtype: torch.dtype) -> bool:
+    """Whether :func:`pack_weight` has another form for weights of this size and type."""
+    return (
+        dtype is torch.float32
+        and num_out >= PANEL
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+    )
+
+
 def pack_weight(weight: Tensor) -> Tensor:
     """A ``weight`` [out, in] in the form that :func:`linear` multiplies fastest.
 
@@ -119,12 +129,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     the weight in every call, which takes longer than the product with few rows. The results are
     as exact, though not the same bits as unpacked. Other weights are returned as they are.
     """
-    if (
-        weight.dtype is not torch.float32
-        or weight.shape[0] < PANEL
-        or platform.machine() not in ("x86_64", "AMD64")
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if not packs(weight.shape[0], weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
     return packed

@@ -34,11 +34,16 @@ class LMHead(Module):
         self._tied_to = (tied_to,) if tied_to is not None else ()
         self._softcap = softcap
         if tied_to is None:
-            self.weight = Parameter((vocab_size, width), context.dtype)
+            self.weight = Parameter(
+                (vocab_size, width), context.dtype, pack=self._kernels.pack_weight
+            )
+        elif self._kernels.packs(vocab_size, context.dtype):
+            tied_to.weight.pack_beside(self._kernels.pack_weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         weight = self._tied_to[0].weight if self._tied_to else self.weight
-        logits = self._kernels.linear(hidden, weight.data)
+        table = weight.data if weight.packed is None else weight.packed
+        logits = self._kernels.linear(hidden, table)
         if self._softcap:
             logits = self._kernels.softcap(logits, self._softcap)
         return logits

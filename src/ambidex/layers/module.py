@@ -67,7 +67,17 @@ class Parameter:
     columns] for experts that lie below each other.
     """
 
-    __slots__ = ("_filled", "_pack", "data", "dtype", "parts", "shape", "stacked")
+    __slots__ = (
+        "_filled",
+        "_pack",
+        "_pack_beside",
+        "data",
+        "dtype",
+        "packed",
+        "parts",
+        "shape",
+        "stacked",
+    )
 
     def __init__(
         self,
@@ -84,6 +94,9 @@ class Parameter:
         self.data: Tensor = torch.empty(0)
         #: Rearranges the weight for its kernel, once it is whole.
         self._pack = pack
+        self._pack_beside: Callable[[Tensor], Tensor] | None = None
+        #: A second form of the weight; see :meth:`pack_beside`.
+        self.packed: Tensor | None = None
         self._filled: set[str] = set()
 
     @property
@@ -91,7 +104,12 @@ class Parameter:
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
-        return count
+        return count if self._pack_beside is None else 2 * count
+
+    def pack_beside(self, pack: Callable[[Tensor], Tensor]) -> None:
+        """Keep a packed copy beside the weight: an embedding is read by rows and, where the head
+        is tied to it, multiplied too."""
+        self._pack_beside = pack
 
     @property
     def is_loaded(self) -> bool:
@@ -123,6 +141,8 @@ class Parameter:
         self._filled.update(self.parts if part == WHOLE else (part,))
         if self._pack is not None and self.is_loaded:
             self.data = self._pack(self.data)
+        if self._pack_beside is not None and self.is_loaded:
+            self.packed = self._pack_beside(self.data)
 
 
 class Module:
