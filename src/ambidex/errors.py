@@ -56,3 +56,7 @@ class EngineDeadError(AmbidexError):
 
 class InvalidRequestError(AssertionError):
     """A request was moved between two statuses that the transition table does not join: our bug."""
+
+
+class KernelError(RuntimeError):
+    """A kernel was given a tensor that it cannot work on: wrong shape, type, stride or owner."""

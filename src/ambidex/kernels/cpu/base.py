@@ -1,0 +1,60 @@
+"""What every native operation's wrapper needs: the context, checks, and memory for results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ambidex.errors import KernelError
+
+
+class NativeBase:
+    """A lane's threads and level. The operations are mixed in; see ``kernels/native.py``.
+
+    Wrappers check shape, stride, type and owner, since native code sees addresses only. Tensors
+    are float32 on the CPU unless said otherwise; rows may lie apart, the numbers of a row may not.
+    """
+
+    def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
+        from ambidex.kernels.cpu import _native
+
+        self._native: Any = _native
+        self.level = level
+        self.num_threads = num_threads
+        self._context = _native.Context(level, num_threads, list(cpus))
+
+    def _rows(self, x: Tensor) -> int:
+        """How many rows ``x`` has, as native code is told: a symbol while recording."""
+        return x.shape[0]
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        """Memory for a float32 result with as many rows as ``like``."""
+        return torch.empty((like.shape[0], *shape), dtype=torch.float32)
+
+    def _check_rows(self, x: Tensor, what: str, width: int | None = None) -> None:
+        """Raises KernelError unless ``x`` is a float32 matrix on the CPU, rows contiguous."""
+        if x.device.type != "cpu":
+            raise KernelError(f"{what} is on {x.device}; the CPU's kernels cannot read it.")
+        if x.dtype is not torch.float32:
+            raise KernelError(f"{what} is {x.dtype}, and must be float32.")
+        if x.dim() != 2:
+            raise KernelError(f"{what} has {x.dim()} dimensions, and must have 2.")
+        if x.shape[1] > 1 and x.stride(1) != 1:
+            raise KernelError(f"{what}: the numbers of a row do not lie side by side.")
+        if width is not None and x.shape[1] != width:
+            raise KernelError(f"{what} has rows of {x.shape[1]}, and must have {width}.")
+
+    def _check_vector(self, x: Tensor, what: str, size: int) -> None:
+        """Raises KernelError unless ``x`` is [size] float32, contiguous, on the CPU."""
+        if (
+            x.device.type != "cpu"
+            or x.dtype is not torch.float32
+            or tuple(x.shape) != (size,)
+            or not x.is_contiguous()
+        ):
+            raise KernelError(
+                f"{what} is {x.dtype} {list(x.shape)} on {x.device}, and must be float32 [{size}]."
+            )

@@ -1,0 +1,98 @@
+// Runs kernels at once, or records them to be replayed.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "parallel.h"
+#include "step.h"
+
+namespace ambidex {
+
+// Every kernel: all workers call it together, with the same arguments.
+template <class Args>
+using Kernel = void (*)(const Args& args, const StepParams& step, Worker& worker);
+
+// A kernel and a copy of its arguments.
+struct Call {
+    static constexpr size_t kMaxBytes = 256;
+    using Invoke = void (*)(const Call& call, const StepParams& step, Worker& worker);
+
+    Invoke invoke;
+    void (*kernel)();
+    alignas(16) std::byte args[kMaxBytes];
+
+    template <class Args>
+    Call(Kernel<Args> function, const Args& values) {
+        static_assert(std::is_trivially_copyable_v<Args>);
+        static_assert(sizeof(Args) <= kMaxBytes);
+        kernel = reinterpret_cast<void (*)()>(function);
+        std::memcpy(args, &values, sizeof values);
+        invoke = [](const Call& call, const StepParams& step, Worker& worker) {
+            auto function = reinterpret_cast<Kernel<Args>>(call.kernel);
+            function(*reinterpret_cast<const Args*>(call.args), step, worker);
+        };
+    }
+};
+
+// A recorded step.
+struct Program {
+    std::vector<Call> calls;
+};
+
+enum class Level { kGeneric, kV3, kV4, kV4Vnni };
+
+// A lane's threads, what it computes now, and what it records.
+class Context {
+  public:
+    Context(Level level, int num_threads, std::vector<int> cpus)
+        : level(level), threads(num_threads, std::move(cpus)) {}
+
+    const Level level;
+    ThreadGroup threads;
+    StepParams step;
+    std::shared_ptr<Program> recording;
+    int64_t num_runs = 0;  // how often the threads were started
+
+    // Runs the kernel now, or appends it to the recording. `shared_bytes`: memory that its
+    // workers share. The caller holds no GIL while this runs.
+    template <class Args>
+    void submit(Kernel<Args> kernel, const Args& args, size_t shared_bytes = 0) {
+        threads.reserve_shared(shared_bytes);
+        Call call(kernel, args);
+        if (recording) {
+            recording->calls.push_back(call);
+            return;
+        }
+        run(&call, 1);
+    }
+
+    void replay(const Program& program) { run(program.calls.data(), program.calls.size()); }
+
+  private:
+    struct Span {
+        const Call* calls;
+        size_t count;
+        const StepParams* step;
+    };
+
+    void run(const Call* calls, size_t count) {
+        Span span{calls, count, &step};
+        ++num_runs;
+        threads.run(
+            [](void* data, Worker& worker) {
+                const Span& span = *static_cast<const Span*>(data);
+                for (size_t i = 0; i < span.count; ++i) {
+                    if (i > 0) worker.barrier();
+                    span.calls[i].invoke(span.calls[i], *span.step, worker);
+                }
+            },
+            &span);
+    }
+};
+
+}  // namespace ambidex

@@ -1,0 +1,116 @@
+"""What every kernel table offers. ``kernels/reference.py`` defines what each operation computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ambidex.kernels.metadata import AttentionMetadata
+    from ambidex.kernels.quantized import Quantized
+
+
+class Weight(Protocol):
+    """A matrix in the layout of a kernel table."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Kernels(Protocol):
+    """Activations are float32 [n, width]; results have memory of their own."""
+
+    name: str
+    #: Rows of a batch are padded to a multiple of this.
+    row_pad: int
+    ACTIVATIONS: Mapping[str, Any]
+
+    def pack(self, weight: Tensor | Quantized) -> Weight:
+        """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit."""
+
+    def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes that :meth:`pack` holds for a matrix of numbers."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` times ``weight`` transposed, plus ``bias`` [out], plus ``residual`` [n, out]."""
+
+    def gated_linear(
+        self, x: Tensor, weight: Weight, activation: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """``activation(gate) * up`` where ``weight`` [2 * width, in] has the gate's rows first."""
+
+    def embedding(self, token_ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        """Rows ``token_ids`` of the matrix, times ``scale``."""
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor: ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor: ...
+
+    def activate(self, x: Tensor, activation: str) -> Tensor: ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor: ...
+
+    def take_logit_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Those rows of ``x``, from which logits are computed."""
+
+    def rope(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Turn [n, heads, head_dim] by the rows ``positions`` [n] of the tables [m, width]. It may
+        work in place."""
+
+    def kv_layout(
+        self, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of a layer's KV cache, all zero at first."""
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], metadata: AttentionMetadata
+    ) -> None: ...
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor: ...
+
+    def route_experts(
+        self, router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        weights: Tensor,
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """``gate_up`` and ``down``: one matrix an expert."""
