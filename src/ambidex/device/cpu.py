@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ambidex.kernels import reference
+from ambidex.kernels.table import Kernels
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
 
@@ -32,8 +33,8 @@ class CPUDevice:
         self.prepare_thread()
 
     @property
-    def kernels(self) -> ModuleType:
-        return reference
+    def kernels(self) -> Kernels:
+        return cast(Kernels, reference)
 
     def prepare_thread(self) -> None:
         # PyTorch keeps the number of threads per calling thread.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +20,10 @@ class NativeBase:
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
-        from ambidex.kernels.cpu import _native
-
-        self._native: Any = _native
+        self._native: Any = importlib.import_module("ambidex.kernels.cpu._native")
         self.level = level
         self.num_threads = num_threads
-        self._context = _native.Context(level, num_threads, list(cpus))
+        self._context = self._native.Context(level, num_threads, list(cpus))
 
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""
