@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ambidex.errors import OptionError
 from ambidex.kernels import reference
 from ambidex.kernels.table import Kernels
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
+
+#: Kernel tables of this device.
+KERNELS = ("native", "reference")
 
 
 def default_num_threads() -> int:
@@ -24,21 +29,43 @@ def default_num_threads() -> int:
 
 
 class CPUDevice:
-    """The CPU lane's device: host memory, reference kernels."""
+    """The CPU lane's device: host memory and a kernel table.
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    ``kernels``: native, or reference (plain PyTorch); None: what AMBIDEX_CPU_KERNELS names.
+    """
+
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        cpus: Sequence[int] = (),
+        kernels: str | None = None,
+    ) -> None:
         self.name = "cpu"
         self.ledger = Ledger("host", host_capacity_bytes())
         self.num_threads = num_threads or default_num_threads()
+        chosen = kernels or os.environ.get("AMBIDEX_CPU_KERNELS") or "native"
+        if chosen not in KERNELS:
+            raise OptionError(
+                f"AMBIDEX_CPU_KERNELS={chosen} is not known; choose one of {', '.join(KERNELS)}."
+            )
+        self._is_native = chosen == "native"
         self.prepare_thread()
+        self._kernels = self._make_native(cpus) if self._is_native else cast(Kernels, reference)
+
+    def _make_native(self, cpus: Sequence[int]) -> Kernels:
+        from ambidex.kernels.native import NativeKernels
+
+        return cast(Kernels, NativeKernels(self.num_threads, cpus, "v4_vnni"))
 
     @property
     def kernels(self) -> Kernels:
-        return cast(Kernels, reference)
+        return self._kernels
 
     def prepare_thread(self) -> None:
-        # PyTorch keeps the number of threads per calling thread.
-        torch.set_num_threads(self.num_threads)
+        # PyTorch keeps the number of threads per calling thread. Beside a native table it gets
+        # one: two pools on the same cores would fight.
+        torch.set_num_threads(1 if self._is_native else self.num_threads)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

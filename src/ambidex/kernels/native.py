@@ -57,6 +57,9 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         recorder = self._recorder
         if recorder is None:
             return x.shape[0]
+        computed = recorder.rows(x)
+        if computed is not None:
+            return computed
         if x.shape[0] == recorder.max_tokens:
             return int(self._native.ROWS_TOKENS)
         if x.shape[0] == recorder.max_logits:
@@ -66,13 +69,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
     def _empty(self, like: Tensor, *shape: int) -> Tensor:
         if self._recorder is None:
             return super()._empty(like, *shape)
-        return self._recorder.arena.empty((like.shape[0], *shape))
+        return self._recorder.empty((like.shape[0], *shape), self._recorder.rows(like))
 
     def _logit_rows_out(self, x: Tensor, rows: Sequence[int], width: int) -> tuple[Tensor, int]:
         recorder = self._recorder
         if recorder is None:
             return super()._logit_rows_out(x, rows, width)
-        return recorder.arena.empty((recorder.max_logits, width)), int(self._native.ROWS_LOGITS)
+        return recorder.empty((recorder.max_logits, width)), int(self._native.ROWS_LOGITS)
 
     # ---------------------------------------------------------------- weights of any form
 
@@ -198,5 +201,3 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         """How often the threads were started: the native calls of eager steps, and one a replay."""
         runs: int = self._context.num_runs
         return runs
-
-

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ambidex.errors import InvalidModelError
 from ambidex.kernels.quantized import Quantized
-from ambidex.kv.block import KVGroup
+from ambidex.kv.block import BLOCK_SIZES, KVGroup
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
@@ -39,6 +39,12 @@ class BuildContext:
     max_model_len: int
     attention: list[AttentionSpec] = field(default_factory=list)
 
+    def _layer_bytes(self, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> int:
+        """Bytes a token of one layer's KV cache."""
+        slots = min(BLOCK_SIZES)
+        layout = self.device.kernels.kv_layout(num_kv_heads, slots, head_dim, kv_dtype)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) // slots
+
     def kv_groups(self, kv_dtype: torch.dtype) -> list[KVGroup]:
         """Layers of one shape and window share a block table."""
         by_shape: dict[tuple[int | None, int, int], list[int]] = {}
@@ -51,7 +57,7 @@ class BuildContext:
                 num_kv_heads=heads,
                 head_dim=head_dim,
                 window=window,
-                bytes_per_token=2 * len(layers) * heads * head_dim * kv_dtype.itemsize,
+                bytes_per_token=len(layers) * self._layer_bytes(heads, head_dim, kv_dtype),
             )
             for (window, heads, head_dim), layers in by_shape.items()
         ]
@@ -59,6 +65,15 @@ class BuildContext:
 
 #: The part that stands for all parts: a checkpoint may hold a fused parameter in one tensor.
 WHOLE = "*"
+
+
+def weight_bytes(weight: Any) -> int:
+    """Bytes of a tensor, of a kernel table's weight, or of a list of them."""
+    if isinstance(weight, list):
+        return sum(weight_bytes(item) for item in weight)
+    if isinstance(weight, Tensor):
+        return weight.numel() * weight.dtype.itemsize
+    return int(weight.num_bytes)
 
 
 class Parameter:
@@ -91,6 +106,11 @@ class Parameter:
     def num_bytes(self) -> int:
         """Bytes that it takes when it is held in its dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it takes, once it is loaded."""
+        return weight_bytes(self.data)
 
     @property
     def is_loaded(self) -> bool:
@@ -175,6 +195,11 @@ class Table(Matrix):
         extra = self._kernels.head_bytes((rows, width), self.dtype) if self.has_head else 0
         return super().num_bytes + extra
 
+    @property
+    def held_bytes(self) -> int:
+        beside = self.has_head and self.head is not self.data
+        return super().held_bytes + (weight_bytes(self.head) if beside else 0)
+
     def _pack(self, parts: list[Tensor | Quantized]) -> Any:
         table = self._kernels.pack_table(parts[0])
         if self.has_head:
@@ -239,6 +264,20 @@ class Module:
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         for name, value in vars(self).items():
             yield from _walk(f"{prefix}{name}", value)
+
+
+def submodules(module: object) -> Iterator[Module]:
+    """``module`` and all modules within, each once."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, Module) and id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            waiting.extend(vars(item).values())
 
 
 def _walk(path: str, value: object) -> Iterator[tuple[str, Parameter]]:

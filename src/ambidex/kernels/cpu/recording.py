@@ -67,6 +67,21 @@ class Recorder:
         self.arena = Arena()
         self.max_tokens = max_tokens
         self.max_logits = max_logits
+        #: Row codes of tensors whose number of rows is computed in the step, by address.
+        self._computed: dict[int, int] = {}
+
+    def rows(self, x: Tensor) -> int | None:
+        """The row code of ``x`` where its number of rows is computed in the step."""
+        return self._computed.get(x.data_ptr())
+
+    def empty(self, shape: tuple[int, ...], rows: int | None = None) -> Tensor:
+        """Memory for a result; ``rows``: its row code, where that is computed in the step."""
+        out = self.arena.empty(shape)
+        if rows is None:
+            self._computed.pop(out.data_ptr(), None)
+        else:
+            self._computed[out.data_ptr()] = rows
+        return out
 
 
 @dataclass(slots=True)
