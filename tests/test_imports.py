@@ -58,6 +58,7 @@ WITHOUT_TORCH = [
     "ambidex.config",
     "ambidex.engine.scheduler",
     "ambidex.errors",
+    "ambidex.kernels.cpu.levels",
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",

@@ -23,7 +23,7 @@ struct mask16 {
 inline mask16 first_lanes(int n) { return {n}; }
 
 inline f32x16 zero_f32() { return {f32_vector{}}; }
-inline f32x16 broadcast(float x) { return {f32_vector{} + x}; }
+inline f32x16 broadcast(float x) { return {x - f32_vector{}}; }  // 0 + x would lose -0
 inline f32x16 load(const float* p) { return {*reinterpret_cast<const f32_vector*>(p)}; }
 inline void store(float* p, f32x16 x) { *reinterpret_cast<f32_vector*>(p) = x.v; }
 inline f32x16 load(const float* p, mask16 m) {
