@@ -12,6 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "ambidex"
 
 BASE = {
+    "cgroups",
     "errors",
     "config",
     "logs",
@@ -58,6 +59,7 @@ WITHOUT_TORCH = [
     "ambidex.config",
     "ambidex.engine.scheduler",
     "ambidex.errors",
+    "ambidex.kernels.cpu.topology",
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",

@@ -129,6 +129,8 @@ class EngineConfig:
     log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
+    #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
+    cpu_bind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Resolved:
                 disable_log_stats=values["disable_log_stats"],
             ),
             cpu_threads=values["cpu_threads"],
+            cpu_bind=values["cpu_bind"],
         )
 
     def server_config(self) -> ServerConfig:

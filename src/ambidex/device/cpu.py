@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -11,24 +12,27 @@ import torch
 from torch import Tensor
 
 from ambidex.kernels import reference
+from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
 
 
 def default_num_threads() -> int:
-    """Compute threads: one a core that this process may use (its affinity mask)."""
-    if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere the whole machine
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Compute threads where nobody gives a number; see ``plan_threads``."""
+    return plan_threads(None, None, os.environ).num_threads
 
 
 class CPUDevice:
-    """The CPU lane's device: host memory, reference kernels."""
+    """The CPU lane's device: host memory, reference kernels.
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    ``cpus``: where its threads run, see ``ThreadPlan``; empty: anywhere.
+    """
+
+    def __init__(self, num_threads: int | None = None, cpus: Sequence[int] = ()) -> None:
         self.name = "cpu"
         self.ledger = Ledger("host", host_capacity_bytes())
         self.num_threads = num_threads or default_num_threads()
+        self.cpus = tuple(cpus)
         self.prepare_thread()
 
     @property
@@ -36,6 +40,9 @@ class CPUDevice:
         return reference
 
     def prepare_thread(self) -> None:
+        if self.cpus and hasattr(os, "sched_setaffinity"):
+            # PyTorch's threads inherit this when they are started.
+            os.sched_setaffinity(0, self.cpus)
         # PyTorch keeps the number of threads per calling thread.
         torch.set_num_threads(self.num_threads)
 

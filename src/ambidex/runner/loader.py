@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ except Exception as error:  # A broken installation fails in many ways.
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.errors import OptionError, OutOfMemory
+from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable, Parameter
@@ -39,6 +42,8 @@ from ambidex.weights.load import load_weights
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -93,6 +98,9 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
+    for note in plan.notes:
+        logger.warning("%s", note)
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -106,7 +114,7 @@ def load_lane(
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-    device = CPUDevice(config.cpu_threads)
+    device = CPUDevice(plan.num_threads, plan.cpus)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length)
