@@ -36,6 +36,7 @@ _LIBRARIES = (
 KNOWN_VARIABLES: tuple[Option, ...] = (
     # Read elsewhere in Ambidex, or by the libraries themselves.
     Option("AMBIDEX_CACHE", WORKS, help="Folder of pulled models (else below XDG_CACHE_HOME)."),
+    Option("AMBIDEX_NATIVE_DIR", WORKS, help="Folder with another build of the native kernels."),
     Option("AMBIDEX_TORCH", WORKS, help="cpu, default or skip: which torch the set-up installs."),
     Option("HF_HOME", WORKS, help="Folder of the hub's files."),
     Option("HF_HUB_OFFLINE", WORKS, help="1: no connection to the hub is opened."),

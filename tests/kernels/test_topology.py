@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ambidex.errors import OptionError
+from ambidex.kernels.cpu.numa import PagePlacer, Share, node_shares
 from ambidex.kernels.cpu.topology import (
     ThreadPlan,
     Topology,
@@ -266,3 +270,87 @@ def test_groups_share_no_core(num_threads: int, shares: list[float]) -> None:
     parts = cut(made, shares)
     assert [cpu for part in parts for cpu in part.cpus] == list(range(num_threads))
     assert all(len(part.cpus) == part.num_threads >= 1 for part in parts)
+
+
+# --- pages on nodes ----------------------------------------------------------------------------
+
+
+def test_shares_are_those_of_the_workers() -> None:
+    assert node_shares(10, 100, (0, 0, 1, 1)) == [Share(0, 0, 500), Share(1, 500, 500)]
+    assert node_shares(1, 100, (0, 0, 1, 1)) == [Share(1, 0, 100)]
+    assert node_shares(0, 100, (0, 1)) == []
+    assert node_shares(7, 10, (0, 0, 2)) == [Share(0, 0, 40), Share(2, 40, 30)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 10_000),
+    st.lists(st.integers(0, 3), min_size=2, max_size=9).map(sorted),
+    st.integers(1, 20_000),
+)
+def test_pages_are_placed_once(
+    num_chunks: int, chunk_bytes: int, nodes: list[int], address: int
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def bind(first: int, num_bytes: int, node: int) -> int:
+        calls.append((first, num_bytes, node))
+        return 0
+
+    placer = PagePlacer(nodes, bind, page_bytes=4096)
+    end = address + num_chunks * chunk_bytes
+    assert placer.place(address, num_chunks, chunk_bytes) == (len(set(nodes)) > 1)
+    assert calls or len(set(nodes)) == 1 or end // 4096 * 4096 <= -(-address // 4096) * 4096
+    pages = [page for first, size, _ in calls for page in range(first, first + size, 4096)]
+    assert pages == sorted(set(pages))
+    for first, size, node in calls:
+        assert first % 4096 == size % 4096 == 0
+        assert address <= first and first + size <= end
+        share = next(
+            share
+            for share in reversed(node_shares(num_chunks, chunk_bytes, nodes))
+            if address + share.start <= first
+        )
+        assert share.node == node
+
+
+def test_one_node_needs_no_placing() -> None:
+    def bind(first: int, num_bytes: int, node: int) -> int:
+        raise AssertionError
+
+    assert not PagePlacer((), bind).place(0, 8, 2**20)
+    assert not PagePlacer((1, 1), bind).place(0, 8, 2**20)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, 4711])
+def test_a_refusal_is_one_warning(code: int, caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def bind(first: int, num_bytes: int, node: int) -> int:
+        calls.append(node)
+        return code
+
+    placer = PagePlacer((0, 1), bind)
+    with caplog.at_level("WARNING"):
+        assert not placer.place(0, 8, 2**20)
+        assert not placer.place(2**24, 8, 2**20)
+    assert len(calls) == 1
+    assert len(caplog.records) == 1
+    assert errno.errorcode.get(code, str(code)) in caplog.records[0].getMessage()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mbind is Linux's")
+def test_the_system_call(caplog: pytest.LogCaptureFixture) -> None:
+    """Node 0 exists everywhere; node 1023 nowhere: placed, or refused with one warning."""
+    from ctypes import addressof, c_char
+
+    memory = mmap.mmap(-1, 2**20)
+    view = (c_char * len(memory)).from_buffer(memory)
+    memory[:5] = b"words"
+    with caplog.at_level("WARNING"):
+        placer = PagePlacer((0, 0, 0, 1023))
+        assert not placer.place(addressof(view), 4, 2**18)
+    assert len(caplog.records) == 1
+    assert memory[:5] == b"words"
+    del view
