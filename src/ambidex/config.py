@@ -131,6 +131,8 @@ class EngineConfig:
     cpu_threads: int | None = None
     #: Compute every step call by call instead of replaying a recorded one.
     enforce_eager: bool = False
+    #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
+    cpu_bind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

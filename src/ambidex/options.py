@@ -177,6 +177,7 @@ class Resolved:
             ),
             cpu_threads=values["cpu_threads"],
             enforce_eager=values["enforce_eager"],
+            cpu_bind=values["cpu_bind"],
         )
 
     def server_config(self) -> ServerConfig:

@@ -37,9 +37,7 @@ _LANE = (
     "only the CPU lane is built yet, and a lane that is absent is never replaced in silence. "
     "Leave the option out, or give cpu."
 )
-_PIN = "binding threads to cores is not built yet"
-_PIN_USE = "Start under `taskset -c 0-15` or numactl, which is respected, and give --cpu-threads."
-_UNBOUND = "threads run on every core that this process may use"
+_NUMA = "--cpu-bind says where threads run, nodes too"
 
 _MODEL_OPTIONS = (
     Option(
@@ -326,6 +324,16 @@ _COMPUTE_OPTIONS = (
         env=("AMBIDEX_CPU_THREADS", "OMP_NUM_THREADS"),
         default_help="one per core of this process",
         help="Compute threads.",
+    ),
+    Option(
+        "--cpu-bind",
+        WORKS,
+        type="cpu_bind",
+        dest="cpu_bind",
+        group=COMPUTE,
+        env=("AMBIDEX_CPU_BIND", "VLLM_CPU_OMP_THREADS_BIND"),
+        default_help="auto",
+        help="Cores of the compute threads: 0-15, 0,2,4, numa:0, auto or none.",
     ),
     Option(
         "--enforce-eager",
@@ -623,20 +631,20 @@ _HARDWARE_OPTIONS = (
         reason="handing a request to another machine is not built yet",
         replacement="Leave it out: this machine then decodes too.",
     ),
+    Option("--numa-bind", REFUSED, "flag", reason=_NUMA, replacement="Use --cpu-bind numa:0."),
     Option(
-        "--cpu-bind",
-        NO_EFFECT,
+        "--numa-bind-nodes",
+        REFUSED,
         "list",
-        aliases=("--numa-bind-cpus", "--numa-bind-nodes"),
-        refused_values={"*[0-9]*": f"{_PIN}. {_PIN_USE}"},
-        reason=_UNBOUND,
+        reason=_NUMA,
+        replacement="Use --cpu-bind numa:0.",
     ),
-    Option("--numa-bind", REFUSED, "flag", reason=_PIN, replacement=_PIN_USE),
     Option(
-        "VLLM_CPU_OMP_THREADS_BIND",
-        NO_EFFECT,
-        refused_values={"*[0-9]*": f"{_PIN}. {_PIN_USE}"},
-        reason=_UNBOUND,
+        "--numa-bind-cpus",
+        REFUSED,
+        "list",
+        reason=_NUMA,
+        replacement="Use --cpu-bind 0-15.",
     ),
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ except Exception as error:  # A broken installation fails in many ways.
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.errors import OptionError, OutOfMemory
+from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from ambidex.kernels.native import NativeKernels
     from ambidex.memory.ledger import Reservation
     from ambidex.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -98,6 +103,9 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
+    for note in plan.notes:
+        logger.warning("%s", note)
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -111,7 +119,7 @@ def load_lane(
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-    device = CPUDevice(config.cpu_threads)
+    device = CPUDevice(plan.num_threads, cpus=plan.cpus)
     if kv_dtype == "int8" and device.kernels.name != "native":
         raise OptionError(
             f"--kv-cache-dtype int8 needs the native kernels, and {device.kernels.name} ones were "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ambidex.errors import KernelError
+from ambidex.kernels.cpu.library import load
 
 
 class NativeBase:
@@ -20,7 +21,7 @@ class NativeBase:
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
-        self._native: Any = importlib.import_module("ambidex.kernels.cpu._native")
+        self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
         self._context = self._native.Context(level, num_threads, list(cpus))
