@@ -20,6 +20,9 @@ from ambidex.weights.safetensors import SafetensorsSource, shards_of
 if TYPE_CHECKING:
     import torch
 
+    from ambidex.kernels.quantized import Quantized
+    from ambidex.quant.forms import Form
+
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 #: What a tokenizer may be made of.
 TOKENIZER_FILES = (
@@ -45,6 +48,8 @@ class TensorSource(Protocol):
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def load(self, name: str) -> torch.Tensor: ...
+    def quantized_form(self, name: str) -> Form | None: ...
+    def load_quantized(self, name: str) -> Quantized | torch.Tensor: ...
 
 
 class Checkpoint:
@@ -104,6 +109,35 @@ class Checkpoint:
         """
         self._require(name)
         return self._source.load(name)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any tensor is held in a low-bit form."""
+        return any(self._source.quantized_form(name) is not None for name in self._names)
+
+    def quantized_form(self, name: str) -> Form | None:
+        """The low-bit form of one tensor, from headers alone; None for plain numbers.
+
+        Raises :class:`InvalidModelError` where there is none of this name.
+        """
+        self._require(name)
+        return self._source.quantized_form(name)
+
+    def quantized_bytes(self, name: str) -> int | None:
+        """Bytes of :meth:`load_quantized`'s matrix in the native layout; None for plain numbers."""
+        form = self.quantized_form(name)
+        if form is None:
+            return None
+        rows, columns = self._source.shape(name)
+        return form.num_bytes(rows, columns)
+
+    def load_quantized(self, name: str) -> Quantized | torch.Tensor:
+        """One tensor as the file holds it: a low-bit matrix where it has such a form, else plain.
+
+        Raises :class:`InvalidModelError` where there is none of this name.
+        """
+        self._require(name)
+        return self._source.load_quantized(name)
 
     def _require(self, name: str) -> None:
         if name not in self._names:
@@ -274,6 +308,12 @@ class TorchSource:
         return tuple(self._tensors[name].shape)
 
     def load(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def quantized_form(self, name: str) -> None:
+        return None
+
+    def load_quantized(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
 

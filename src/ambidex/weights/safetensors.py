@@ -111,6 +111,17 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
 
+    def type_name(self, name: str) -> str:
+        """The file's name for the tensor's type: "F16", "I32" ..."""
+        return self._tensors[name][1].type_name
+
+    def quantized_form(self, name: str) -> None:
+        """No tensor of these files is quantised by itself; see ``quantized_source.py``."""
+        return
+
+    def load_quantized(self, name: str) -> torch.Tensor:
+        return self.load(name)
+
     def load(self, name: str) -> torch.Tensor:
         """The tensor in the file's dtype, backed by the mapped file.
 
