@@ -53,3 +53,19 @@ GGUF_FORMS: dict[str, Form] = {
     "IQ4_NL": Form(4, 32),
     "MXFP4": Form(4, 32, scale_bytes=4),
 }
+
+#: Columns that may share a scale, as in ``kernels.quantized``.
+GROUPS = (16, 32, 64, 128)
+
+
+def split_group(group: int, columns: int) -> tuple[int, int] | None:
+    """``(group, repeats)``: the group of a form, and how often each of the file's scales comes in
+    a row; (0, 1) where a whole row shares one. None where no form fits."""
+    if group < 1 or columns % group:
+        return None
+    if group in GROUPS:
+        return group, 1
+    if group == columns:
+        return 0, 1
+    largest = GROUPS[-1]
+    return (largest, group // largest) if group % largest == 0 else None

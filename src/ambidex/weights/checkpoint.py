@@ -15,6 +15,7 @@ from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
 from ambidex.weights.gguf import GGUFSource, split_parts
 from ambidex.weights.headers import GGUFHeader, parse_json_object, require_regular
+from ambidex.weights.quantized_source import METHODS, QuantizedSource
 from ambidex.weights.safetensors import SafetensorsSource, shards_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class TensorSource(Protocol):
     num_bytes: int
     num_parameters: int
     dtype_name: str
+    #: awq | bitsandbytes | gguf | gptq, or None for plain numbers.
+    quantization: str | None
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -109,6 +112,11 @@ class Checkpoint:
         """
         self._require(name)
         return self._source.load(name)
+
+    @property
+    def quantization(self) -> str | None:
+        """How the files are quantised: awq, bitsandbytes, gguf or gptq; None for plain numbers."""
+        return self._source.quantization
 
     @property
     def is_quantized(self) -> bool:
@@ -181,7 +189,7 @@ def _open_folder(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
     if index.is_file():
         weight_map = shards_of(index)
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        source: TensorSource = SafetensorsSource(files, weight_map)
+        source = SafetensorsSource(files, weight_map)
         return _open_hf(folder, "safetensors", source, folder, overrides)
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     files = [folder / name for name in names if name.endswith(".safetensors")]
@@ -235,9 +243,17 @@ def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
 
 
 def _open_hf(
-    path: Path, format: str, source: TensorSource, folder: Path, overrides: dict[str, Any]
+    path: Path,
+    format: str,
+    files_source: SafetensorsSource | TorchSource,
+    folder: Path,
+    overrides: dict[str, Any],
 ) -> Checkpoint:
     values = read_config(folder, overrides)
+    source: TensorSource = files_source
+    table = values.get("quantization_config")
+    if isinstance(table, Mapping) and table.get("quant_method") in tuple(METHODS):
+        source = QuantizedSource(files_source, table, str(folder / "config.json"))
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -288,6 +304,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 class TorchSource:
     """Weights of ``.bin`` or ``.pt`` files, through torch's weights-only loader, mapped."""
 
+    quantization: str | None = None
+
     def __init__(self, files: list[Path]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
@@ -309,6 +327,15 @@ class TorchSource:
 
     def load(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def dtype_of(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def read_bytes(self, name: str) -> bytes:
+        import torch
+
+        tensor = self._tensors[name].contiguous().flatten()
+        return bytes(tensor.view(torch.uint8).tolist())
 
     def quantized_form(self, name: str) -> None:
         return None

@@ -66,6 +66,8 @@ def split_parts(path: Path) -> list[Path]:
 class GGUFSource:
     """The tensors of one GGUF file (or of all its parts), by Hugging Face name."""
 
+    quantization: str | None = "gguf"
+
     def __init__(self, path: Path) -> None:
         self.headers = [read_gguf_header(part) for part in split_parts(path)]
         #: The first part, which has the metadata.
