@@ -8,11 +8,16 @@ namespace ambidex::AMBIDEX_LEVEL {
 // Numbers of one product's output are each one chain of fused multiply-adds over rising inputs,
 // however rows, panels and inputs are blocked: so a row's bits depend on that row alone.
 
+// As many rows as fit are multiplied in one part; more are cut into parts of equal size.
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
-constexpr int panels_at_once(int rows) { return rows == 1 ? 8 : rows <= 6 ? 4 : 2; }
+constexpr int kMaxRows = 16;
+constexpr int kPartRows = 12;
+constexpr int panels_at_once(int rows) {
+    return rows == 1 ? 8 : rows <= 6 ? 4 : rows <= 14 ? 2 : 1;
+}
 #else
 constexpr int kMaxRows = 6;
+constexpr int kPartRows = 6;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 // Inputs of one block: the block of a few panels stays in the second-level cache while all rows
@@ -21,8 +26,10 @@ constexpr int64_t kBlockInputs = 512;
 // From one row of a block of x to the next: not a multiple of a page, which would let the rows
 // push each other out of the first-level cache.
 constexpr int64_t kBlockStride = kBlockInputs + 16;
-constexpr int64_t kBlockRows = 12 * kMaxRows;
+constexpr int64_t kBlockRows = 12 * kPartRows;
 constexpr int64_t kMaxGroupPanels = 16;
+// Inputs ahead of those multiplied whose weights are fetched.
+constexpr int64_t kAhead = 32;
 
 struct BFloat16 {
     uint16_t bits;
@@ -52,7 +59,12 @@ static void multiply(const float* x, const T* const* panels, int64_t count, floa
     for (int64_t k = 0; k < count; ++k) {
         f32x16 weights[kPanels];
 #pragma GCC unroll 8
-        for (int p = 0; p < kPanels; ++p) weights[p] = widen(at[p] + k * kLanes);
+        for (int p = 0; p < kPanels; ++p) {
+            weights[p] = widen(at[p] + k * kLanes);
+            // Hardware stops fetching ahead at the end of a page. With few rows the panels are so
+            // many that it keeps up.
+            if constexpr (kRows > 4) __builtin_prefetch(at[p] + (k + kAhead) * kLanes);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
             f32x16 input = broadcast(x[r * kBlockStride + k]);
@@ -108,7 +120,8 @@ static MultiplyRows<T> multiply_for(int64_t rows) {
         multiply_rows<T, 5>,  multiply_rows<T, 6>,
 #if defined(__AVX512F__)
         multiply_rows<T, 7>,  multiply_rows<T, 8>,  multiply_rows<T, 9>, multiply_rows<T, 10>,
-        multiply_rows<T, 11>, multiply_rows<T, 12>,
+        multiply_rows<T, 11>, multiply_rows<T, 12>, multiply_rows<T, 13>, multiply_rows<T, 14>,
+        multiply_rows<T, 15>, multiply_rows<T, 16>,
 #endif
     };
     return kAll[rows - 1];
@@ -172,6 +185,7 @@ class Block {
   private:
     static constexpr size_t kTileBytes = 2 * kMaxGroupPanels * kBlockRows * kLanes * sizeof(float);
     static constexpr size_t kInputBytes = kBlockRows * kBlockStride * sizeof(float);
+    static constexpr int64_t kPartsToWiden = 8;
     static constexpr int64_t kWidePanels = 4;
     static constexpr size_t kWideBytes =
         sizeof(T) == 4 ? 0 : kWidePanels * kBlockInputs * kLanes * sizeof(float);
@@ -190,17 +204,17 @@ class Block {
     }
 
     void multiply_inputs(int64_t first, int64_t count) {
-        int64_t parts = (num_rows_ + kMaxRows - 1) / kMaxRows;
+        int64_t parts = num_rows_ <= kMaxRows ? 1 : (num_rows_ + kPartRows - 1) / kPartRows;
         int64_t most = (num_rows_ + parts - 1) / parts;
         int64_t step = panels_at_once(int(most));
         for (int64_t p = 0; p < num_products_; p += step) {
             int64_t panels = num_products_ - p < step ? num_products_ - p : step;
             const T* from[8];
             for (int64_t i = 0; i < panels; ++i) from[i] = panels_[p + i] + first * kLanes;
-            if (sizeof(T) == 4 || parts == 1) {
+            if (sizeof(T) == 4 || parts < kPartsToWiden) {
                 multiply_parts<T>(from, p, panels, count, parts, first == 0);
             } else {
-                // More than one pass: widened once, which changes no bits.
+                // Several passes: widened once, which changes no bits.
                 const float* wide[8];
                 for (int64_t i = 0; i < panels; ++i) {
                     float* to = wide_ + i * kBlockInputs * kLanes;
@@ -305,7 +319,6 @@ static void linear_float(const FloatLinearArgs& args, const StepParams& step, Wo
 // Copies one panel: `rows` rows of numbers of type U, turned.
 template <class U>
 static void pack_panel(const std::byte* from, int64_t row_bytes, int64_t rows, int64_t in, U* to) {
-    // Few inputs at a time, so that lines of sixteen rows stay in the cache.
     for (int64_t k = 0; k < in; ++k) {
         for (int64_t r = 0; r < kPanelRows; ++r) {
             U value = 0;
@@ -326,9 +339,11 @@ static void pack_float(const PackFloatArgs& args, const StepParams&, Worker& wor
         const std::byte* from = static_cast<const std::byte*>(args.weight) + row * args.row_bytes;
         int64_t first = panel * args.in * kPanelRows;
         if (args.type == FloatType::kFloat32) {
-            pack_panel(from, args.row_bytes, rows, args.in, static_cast<uint32_t*>(args.panels) + first);
+            pack_panel(from, args.row_bytes, rows, args.in,
+                       static_cast<uint32_t*>(args.panels) + first);
         } else {
-            pack_panel(from, args.row_bytes, rows, args.in, static_cast<uint16_t*>(args.panels) + first);
+            pack_panel(from, args.row_bytes, rows, args.in,
+                       static_cast<uint16_t*>(args.panels) + first);
         }
     }
 }

@@ -142,9 +142,7 @@ class FloatLinearOps(NativeBase):
         )
         return out
 
-    def embedding_float(
-        self, token_ids: Tensor, weight: FloatWeight, scale: float = 1.0
-    ) -> Tensor:
+    def embedding_float(self, token_ids: Tensor, weight: FloatWeight, scale: float = 1.0) -> Tensor:
         """Rows ``token_ids`` [n] int64 of ``weight`` [vocab, width], times ``scale``: [n, width].
 
         An id that is no row gives NaN. While recording, the ids are the step's.
