@@ -112,9 +112,9 @@ class Quantized:
         if (self.minimum_codes is None) != (self.super_minimum is None):
             raise InvalidModelError(f"{self.name}: minimum codes and super-minima go together.")
         offsets = [self.zeros, self.minimum, self.minimum_codes, self.codebook]
-        if sum(item is not None for item in offsets) > 1 or (self.zero and any(
-            item is not None for item in offsets
-        )):
+        if sum(item is not None for item in offsets) > 1 or (
+            self.zero and any(item is not None for item in offsets)
+        ):
             raise InvalidModelError(f"{self.name} has more than one kind of zero.")
         if self.codebook is not None and (self.bits != 4 or self.codebook.shape != (16,)):
             raise InvalidModelError(f"{self.name}: a codebook has 16 entries, for 4 bits.")

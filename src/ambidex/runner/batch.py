@@ -50,6 +50,7 @@ def build_batch(requests: Sequence[ScheduledRequest], kv_cache: KVCache) -> Batc
                 context_lens=context_lens,
                 block_tables=tables,
                 slots=_slots(tables, positions, starts, size),
+                group=group,
             )
         )
     return Batch(
