@@ -133,7 +133,6 @@ class Sequences:
             query_starts=list(accumulate(counts, initial=0)),
             context_lens=list(counts),
             block_tables=tables,
-            slots=torch.zeros(0, dtype=torch.int64),
         )
 
     def expected(self, sequence: int, start: int = 0, end: int | None = None) -> Tensor:
@@ -225,10 +224,10 @@ def test_attention_is_the_references(level: str) -> None:
                 starts,
                 lens,
                 tables,
-                torch.cat([s[len(s) - n :] for s, n in zip(slots, step_counts, strict=True)]),
             )
+            where = torch.cat([s[len(s) - n :] for s, n in zip(slots, step_counts, strict=True)])
             query, key, value = (normal(starts[-1], h, 48, seed=h + starts[-1]) for h in (6, 2, 2))
-            reference.write_kv(key, value, plain, metadata.slots)
+            reference.store_kv(key, value, plain, where)
             ops.write_kv(key, value, own, metadata)
             # Both hold the same numbers.
             assert torch.equal(own[0].transpose(2, 3).reshape(plain[0].shape), plain[0])
@@ -354,9 +353,8 @@ def test_write_kv(level: str, dtype: torch.dtype, data: st.DataObject) -> None:
         for i in range(len(counts))
         for p in range(earlier[i], lens[i])
     ]
-    metadata = AttentionMetadata(
-        size, num_blocks, None, starts, lens, tables, torch.tensor(slots, dtype=torch.int64)
-    )
+    metadata = AttentionMetadata(size, num_blocks, None, starts, lens, tables)
+    where = torch.tensor(slots, dtype=torch.int64)
     rows = normal(starts[-1] + 3, 4, head_dim, seed=data.draw(st.integers(0, 99))) * 10
     key, value = rows[:, :2], rows[:, 2:]
     if starts[-1]:
@@ -368,7 +366,7 @@ def test_write_kv(level: str, dtype: torch.dtype, data: st.DataObject) -> None:
     if dtype is not torch.int8:
         plain = tuple(torch.zeros(2, num_slots, head_dim, dtype=dtype) for _ in range(2))
         count = starts[-1]
-        reference.write_kv(key[:count], value[:count], plain, metadata.slots)
+        reference.store_kv(key[:count], value[:count], plain, where)
         torch.testing.assert_close(keys, plain[0], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(cache[1], plain[1], rtol=0, atol=0)
         return
@@ -407,7 +405,7 @@ def test_rope(level: str, data: st.DataObject) -> None:
     positions = torch.tensor(
         data.draw(st.lists(st.integers(0, 49), min_size=n, max_size=n)), dtype=torch.int64
     )
-    expected = [reference.rope(x, cos[positions], sin[positions]) for x in (query, key)]
+    expected = reference.rope(query, key, cos, sin, positions)
     rest = rows[:, heads + 2 :].clone()
     alone = rows.clone()
     ops = OPS[level, data.draw(st.integers(1, 3))]
