@@ -506,7 +506,6 @@ def test_bad_input() -> None:
             "query_starts": [0, 3],
             "context_lens": [20],
             "block_tables": [[0, 1]],
-            "slots": torch.zeros(0),
         }
         return AttentionMetadata(**{**values, **changes})  # type: ignore[arg-type]
 
