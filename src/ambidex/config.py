@@ -81,6 +81,9 @@ class ModelConfig:
     max_logprobs: int = 20
     #: `auto:N`: the model's own limit, but no more than N tokens (max_model_len is None then).
     max_model_len_cap: int | None = None
+    #: int8 | int4 (made while loading) | awq | bitsandbytes | gguf | gptq (must be what the files
+    #: are); None: whatever the files are.
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,8 @@ class EngineConfig:
     log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
+    #: Keep on disk what was quantised while loading.
+    quantization_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
