@@ -81,6 +81,9 @@ class ModelConfig:
     max_logprobs: int = 20
     #: `auto:N`: the model's own limit, but no more than N tokens (max_model_len is None then).
     max_model_len_cap: int | None = None
+    #: int8 | int4 (made while loading) | awq | bitsandbytes | gguf | gptq (must be what the files
+    #: are); None: whatever the files are.
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class EngineConfig:
     enforce_eager: bool = False
     #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
     cpu_bind: str | None = None
+    #: Keep on disk what was quantised while loading.
+    quantization_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,15 @@ _KV_QUANTISED = (
     "the KV cache is not kept in this type. Use --kv-cache-dtype bfloat16 or int8, or give fewer "
     "tokens with --max-model-len."
 )
+_QUANTISED = (
+    "this form of weights is not supported. Use a GGUF file, an AWQ, GPTQ or bitsandbytes "
+    "checkpoint, or an unquantised checkpoint with --quantization int8 or int4."
+)
+_QUANTISED_FORMS = (
+    "*fp8* *fp4* *mxfp* modelopt* compressed-tensors torchao* quark* hqq* experts_int8 tpu_int8 "
+    "auto-round inc ipex marlin gptq_marlin_24 *bitblas moe_wna16 rtn aqlm squeezellm deepspeedfp "
+    "fp_quant petit_nvfp4 int8_* w8a8* w4a16*"
+)
 _NO_ACCELERATOR = "the CPU is the only lane, there is no accelerator"
 _NO_OFFLOAD = "there is no accelerator to offload from, every weight is in host memory already"
 _HOST_KV = (
@@ -66,6 +75,32 @@ _MODEL_OPTIONS = (
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
         normal=_FLOATS,
         help="Type of the weights in memory: auto, half, float16, bfloat16, float32.",
+    ),
+    Option(
+        "--quantization",
+        WORKS,
+        dest="quantization",
+        aliases=("-q",),
+        group=MODEL,
+        default_help="what the files are",
+        choices=("int8", "int4", "awq", "bitsandbytes", "gguf", "gptq"),
+        normal={
+            **dict.fromkeys(("none", "null", "auto", ""), None),
+            "awq_marlin": "awq",
+            "gptq_marlin": "gptq",
+            "bnb": "bitsandbytes",
+        },
+        refused_values=dict.fromkeys(_QUANTISED_FORMS.split(), _QUANTISED),
+        help="int8 or int4: quantise while loading; awq, gptq ...: what the files must be.",
+    ),
+    Option(
+        "--quantization-cache",
+        WORKS,
+        type="flag",
+        dest="quantization_cache",
+        default=False,
+        group=MODEL,
+        help="Keep on disk what --quantization int8 or int4 makes, for the next start.",
     ),
     Option(
         "--max-model-len",

@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
 class TensorSource(Protocol):
     """What a file format has to offer."""
 
+    files: list[Path]
     num_bytes: int
     num_parameters: int
     dtype_name: str
@@ -79,6 +80,11 @@ class Checkpoint:
         self.gguf = gguf
         self._source = source
         self._names = frozenset(source.names())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the weights."""
+        return self._source.files
 
     @property
     def num_bytes(self) -> int:
@@ -307,6 +313,7 @@ class TorchSource:
     quantization: str | None = None
 
     def __init__(self, files: list[Path]) -> None:
+        self.files = files
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             self._tensors.update(_load_torch_file(file))

@@ -70,6 +70,7 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self.headers = [read_gguf_header(part) for part in split_parts(path)]
+        self.files = [header.path for header in self.headers]
         #: The first part, which has the metadata.
         self.header = self.headers[0]
         self._files: dict[str, GGUFHeader] = {}

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ambidex.errors import InvalidModelError, UnsupportedModelError
@@ -27,6 +28,7 @@ _AGAIN = "Download the model again."
 class FileSource(Protocol):
     """Tensors as files hold them."""
 
+    files: list[Path]
     num_bytes: int
 
     def names(self) -> list[str]: ...
@@ -53,6 +55,7 @@ class QuantizedSource:
         """``table`` is the ``quantization_config`` of the file ``origin``; its method is one of
         :data:`METHODS`. Raises InvalidModelError and UnsupportedModelError."""
         self.quantization: str | None = table["quant_method"]
+        self.files = source.files
         self._source = source
         reader = _Reader(source, table, f"{origin}: quantization_config")
         self._matrices = METHODS[table["quant_method"]](reader)

@@ -79,6 +79,7 @@ class SafetensorsSource:
     quantization: str | None = None
 
     def __init__(self, files: list[Path], weight_map: dict[str, str] | None = None) -> None:
+        self.files = files
         self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         for file in files:
