@@ -5,6 +5,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$PWD/.venv/bin/python}
+# Where the system has no cmake or ninja, the ones that were installed as Python packages.
+PATH="$PATH:$(dirname "$python")"
 generator=
 if command -v ninja >/dev/null 2>&1; then generator='-G Ninja'; fi
 # shellcheck disable=SC2086

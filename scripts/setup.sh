@@ -97,11 +97,26 @@ auto)
 *) die "AMBIDEX_TORCH=$AMBIDEX_TORCH is not known: use cpu, default or skip." ;;
 esac
 
+# The kernels are built on installation.
+check_compiler() {
+    compiler=
+    for candidate in ${CXX:-} g++ clang++ c++; do
+        if command -v "$candidate" >/dev/null 2>&1; then compiler=$candidate && break; fi
+    done
+    [ -n "$compiler" ] ||
+        die "A C++ compiler is needed to build the kernels, and none was found. On Debian or Ubuntu: sudo apt-get install g++. On macOS: xcode-select --install. Or name one: CXX=/path/to/g++ $0"
+    "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        die "The header files of $("$python" -V) are needed to build the kernels, and were not found. On Debian or Ubuntu: sudo apt-get install python3-dev."
+}
+
 # What was installed from which files; an unchanged set-up takes no time.
 stamp="$venv/.ambidex-${extra:-base}"
-state=$(cksum pyproject.toml constraints.txt)
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
-    say "installing Ambidex${extra:+ with what the ${extra}s need} (a minute)"
+kernels=src/ambidex/kernels/cpu
+state=$(cksum pyproject.toml constraints.txt CMakeLists.txt "$kernels"/*.h "$kernels"/*.cpp)
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ] ||
+    ! "$python" -c 'import ambidex.kernels.cpu._native' 2>/dev/null; then
+    check_compiler
+    say "building and installing Ambidex${extra:+ with what the ${extra}s need} (a few minutes)"
     install --constraint constraints.txt --editable ".${extra:+[$extra]}"
     printf '%s\n' "$state" >"$stamp"
 fi

@@ -43,6 +43,22 @@ if "AMBIDEX_TEST_EXAMPLES" in os.environ:
 IS_CI = os.environ.get("CI", "").lower() == "true"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """AMBIDEX_CPU_LEVEL leaves out tests of native kernels at other levels."""
+    forced = os.environ.get("AMBIDEX_CPU_LEVEL")
+    if not forced:
+        return
+
+    kept, left_out = [], []
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        level = parameters.params.get("level", forced) if parameters else forced
+        (kept if level == forced else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
 @pytest.fixture(scope="session")
 def need_program() -> Callable[[str], str]:
     """``need_program(name)``: the program's path. Where it is missing the test is skipped, which

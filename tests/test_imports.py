@@ -59,6 +59,7 @@ WITHOUT_TORCH = [
     "ambidex.config",
     "ambidex.engine.scheduler",
     "ambidex.errors",
+    "ambidex.kernels.cpu.levels",
     "ambidex.kernels.cpu.numa",
     "ambidex.kernels.cpu.topology",
     "ambidex.kv.block",

@@ -90,7 +90,7 @@ class CacheConfig:
     #: Tokens per block: 8, 16, 32, 64 or 128.
     block_size: int = 16
     enable_prefix_caching: bool = True
-    #: auto (the model's dtype) | float32 | float16 | bfloat16.
+    #: auto (the model's dtype) | float32 | float16 | bfloat16 | int8.
     kv_cache_dtype: str = "auto"
     #: None: sized from what the machine has.
     kv_cache_bytes: int | None = None
@@ -129,6 +129,8 @@ class EngineConfig:
     log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
+    #: Compute every step call by call instead of replaying a recorded one.
+    enforce_eager: bool = False
     #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
     cpu_bind: str | None = None
 

@@ -176,6 +176,7 @@ class Resolved:
                 disable_log_stats=values["disable_log_stats"],
             ),
             cpu_threads=values["cpu_threads"],
+            enforce_eager=values["enforce_eager"],
             cpu_bind=values["cpu_bind"],
         )
 

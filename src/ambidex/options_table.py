@@ -24,8 +24,8 @@ GROUPS = (MODEL, MEMORY, COMPUTE, LOGS, SERVER, OTHER)
 _FLOATS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
 _FLOATS |= {"float": "float32", "fp32": "float32"}
 _KV_QUANTISED = (
-    "a quantised KV cache is not built yet. Use --kv-cache-dtype bfloat16, or give fewer tokens "
-    "with --max-model-len."
+    "the KV cache is not kept in this type. Use --kv-cache-dtype bfloat16 or int8, or give fewer "
+    "tokens with --max-model-len."
 )
 _NO_ACCELERATOR = "the CPU is the only lane, there is no accelerator"
 _NO_OFFLOAD = "there is no accelerator to offload from, every weight is in host memory already"
@@ -243,15 +243,16 @@ _MEMORY_OPTIONS = (
         dest="kv_cache_dtype",
         default="auto",
         group=MEMORY,
-        choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "half", "float"),
         normal=_FLOATS,
         refused_values={
             "*fp8*": _KV_QUANTISED,
-            "*int[0-9]*": _KV_QUANTISED,
+            "*int4*": _KV_QUANTISED,
+            "int8_*": _KV_QUANTISED,
             "*fp4*": _KV_QUANTISED,
             "turboquant*": _KV_QUANTISED,
         },
-        help="Type of the KV cache: auto (the model's), float32, float16, bfloat16.",
+        help="Type of the KV cache: auto (the model's), float32, float16, bfloat16, int8.",
     ),
     Option(
         "--kv-cache-memory-bytes",
@@ -333,6 +334,15 @@ _COMPUTE_OPTIONS = (
         env=("AMBIDEX_CPU_BIND", "VLLM_CPU_OMP_THREADS_BIND"),
         default_help="auto",
         help="Cores of the compute threads: 0-15, 0,2,4, numa:0, auto or none.",
+    ),
+    Option(
+        "--enforce-eager",
+        WORKS,
+        "flag",
+        dest="enforce_eager",
+        default=False,
+        group=COMPUTE,
+        help="Compute each step call by call instead of replaying a recorded one.",
     ),
 )
 
@@ -635,12 +645,6 @@ _HARDWARE_OPTIONS = (
         "list",
         reason=_NUMA,
         replacement="Use --cpu-bind 0-15.",
-    ),
-    Option(
-        "--enforce-eager",
-        NO_EFFECT,
-        "flag",
-        reason="every step runs eagerly, nothing is captured",
     ),
 )
 

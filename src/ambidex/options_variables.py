@@ -36,6 +36,19 @@ _LIBRARIES = (
 KNOWN_VARIABLES: tuple[Option, ...] = (
     # Read elsewhere in Ambidex, or by the libraries themselves.
     Option("AMBIDEX_CACHE", WORKS, help="Folder of pulled models (else below XDG_CACHE_HOME)."),
+    Option(
+        "AMBIDEX_CPU_KERNELS",
+        WORKS,
+        default="native",
+        help="native or reference: which kernels the CPU lane runs.",
+        choices=("native", "reference"),
+    ),
+    Option(
+        "AMBIDEX_CPU_LEVEL",
+        WORKS,
+        default_help="the best that was tested",
+        help="Instruction-set level of the native kernels: generic, v3, v4 or v4_vnni.",
+    ),
     Option("AMBIDEX_NATIVE_DIR", WORKS, help="Folder with another build of the native kernels."),
     Option("AMBIDEX_TORCH", WORKS, help="cpu, default or skip: which torch the set-up installs."),
     Option("HF_HOME", WORKS, help="Folder of the hub's files."),
@@ -43,7 +56,6 @@ KNOWN_VARIABLES: tuple[Option, ...] = (
     Option("HF_TOKEN", WORKS, secret=True, help="Token for models that need a login."),
     Option("NO_COLOR", WORKS, help="Any value: no colours."),
     *(Option(name, WORKS, quiet=True) for name in _LIBRARIES),
-    *no_effect("AMBIDEX_CPU_LEVEL", "there are no native kernels yet, torch picks its own level"),
     # Device and build.
     *no_effect("VLLM_TARGET_DEVICE", "the CPU lane is the only one"),
     *no_effect("VLLM_WORKER_MULTIPROC_METHOD", "processes are always spawned"),

@@ -1,0 +1,6 @@
+# The library that CMake builds. Its functions take addresses; the wrappers beside this file give
+# them types.
+from typing import Any
+
+def supported_levels() -> list[str]: ...
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,88 @@
+"""Which instruction-set level is picked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ambidex.errors import OptionError
+from ambidex.kernels.cpu.levels import (
+    LEVELS,
+    choose_level,
+    kernel_table_name,
+    machine_name,
+    recorded_levels,
+)
+
+
+def test_the_best_recorded_level_is_picked() -> None:
+    assert choose_level(LEVELS, LEVELS) == ("v4_vnni", None)
+    assert choose_level(("generic", "v3"), LEVELS) == ("v3", None)
+    assert choose_level(("generic",), LEVELS) == ("generic", None)
+
+
+def test_a_level_without_a_record_is_not_picked_and_a_note_says_so() -> None:
+    level, note = choose_level(LEVELS, ["generic", "v3"])
+    assert level == "v3"
+    assert note is not None and "v4_vnni" in note and "AMBIDEX_CPU_LEVEL=v4_vnni" in note
+    # Also where a plainer one has none.
+    assert choose_level(LEVELS, ["v4"])[0] == "v4"
+
+
+def test_without_any_record_the_plainest_is_picked() -> None:
+    level, note = choose_level(LEVELS, [])
+    assert level == "generic"
+    assert note is not None and "no level" in note and "AMBIDEX_CPU_LEVEL=v4_vnni" in note
+    level, note = choose_level(("generic",), [])
+    assert level == "generic"
+    assert note is not None and "AMBIDEX_CPU_LEVEL" not in note
+
+
+@pytest.mark.parametrize("forced", ["v4", "V4", " v4 "])
+def test_a_level_can_be_forced(forced: str) -> None:
+    assert choose_level(LEVELS, [], forced) == ("v4", None)
+
+
+@pytest.mark.parametrize(("forced", "why"), [("v9", "does not know"), ("v4", "lacks")])
+def test_a_level_that_is_not_there_is_refused(forced: str, why: str) -> None:
+    with pytest.raises(OptionError, match=why) as caught:
+        choose_level(("generic", "v3"), [], forced)
+    assert f"'{forced}'" in str(caught.value) and "generic, v3." in str(caught.value)
+
+
+def test_an_empty_variable_forces_nothing() -> None:
+    assert choose_level(("generic", "v3"), ["v3"], "") == ("v3", None)
+
+
+def test_records_of_another_machine_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "levels.json"
+    record = {"passed": True, "cpu": "a processor"}
+    failed = {"passed": False, "cpu": "a processor"}
+    path.write_text(json.dumps({"x86_64": {"v3": record, "v4": failed}}))
+    assert recorded_levels(path, "AMD64") == {"v3": record}
+    assert recorded_levels(path, "arm64") == {}
+    assert recorded_levels(tmp_path / "missing.json") == {}
+
+
+def test_the_records_in_the_repository_are_whole() -> None:
+    recorded = recorded_levels(machine="x86_64")
+    assert set(recorded) <= set(LEVELS)
+    for record in recorded.values():
+        assert {"passed", "cpu", "date", "tests", "version"} <= set(record)
+        assert record["tests"] > 0
+
+
+def test_one_machine_has_one_name() -> None:
+    assert machine_name("arm64") == machine_name("aarch64") == "aarch64"
+    assert machine_name("AMD64") == "x86_64"
+    assert machine_name()
+
+
+def test_the_table_of_kernels_is_chosen_by_name() -> None:
+    assert kernel_table_name({}) == "native"
+    assert kernel_table_name({"AMBIDEX_CPU_KERNELS": ""}) == "native"
+    assert kernel_table_name({"AMBIDEX_CPU_KERNELS": "Reference"}) == "reference"
+    with pytest.raises(OptionError, match="native or reference, not 'fast'"):
+        kernel_table_name({"AMBIDEX_CPU_KERNELS": "fast"})
