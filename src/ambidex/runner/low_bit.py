@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from ambidex.errors import OptionError
 from ambidex.kernels.quantized import Quantized
-from ambidex.quant.on_load import quantise, quantised_bytes
+from ambidex.quant.forms import FORMS
+from ambidex.quant.on_load import quantise
+from ambidex.weights.hub import cache_folder
+from ambidex.weights.quantization import ON_LOAD, resolve_quantization
+from ambidex.weights.quantization_cache import QuantizationCache
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
     from ambidex.weights.checkpoint import Checkpoint
-
-#: Kinds of --quantization that are made while loading.
-ON_LOAD = ("int8", "int4")
 
 
 class FileForms:
@@ -26,6 +27,7 @@ class FileForms:
         self.description = f"{checkpoint.dtype_name} weights as stored, int8 activations"
 
     def num_bytes(self, name: str) -> int | None:
+        """Bytes of a tensor in low bits; None where it stays as it is."""
         return self._checkpoint.quantized_bytes(name)
 
     def load(self, name: str) -> Tensor | Quantized:
@@ -33,20 +35,30 @@ class FileForms:
 
 
 class QuantisedOnLoad:
-    """Matrices of numbers, quantised while they are loaded."""
+    """Matrices of numbers, quantised while they are loaded; with ``cache``, once for all."""
 
-    def __init__(self, checkpoint: Checkpoint, kind: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, kind: str, cache: QuantizationCache | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._kind = kind
+        self._cache = cache
         self.description = f"{kind} weights (quantised on load), int8 activations"
 
     def num_bytes(self, name: str) -> int | None:
+        """Bytes of a tensor in low bits; None where it stays as it is."""
         shape = self._checkpoint.tensor_shape(name)
-        return quantised_bytes(shape, self._kind) if len(shape) == 2 else None
+        return FORMS[self._kind].num_bytes(*shape) if len(shape) == 2 else None
 
     def load(self, name: str) -> Tensor | Quantized:
-        tensor = self._checkpoint.load(name)
-        return quantise(name, tensor, self._kind) if tensor.dim() == 2 else tensor
+        if len(self._checkpoint.tensor_shape(name)) != 2:
+            return self._checkpoint.load(name)
+        if self._cache is None:
+            return self._quantise(name)
+        return self._cache.quantised(name, lambda: self._quantise(name))
+
+    def _quantise(self, name: str) -> Quantized:
+        return quantise(name, self._checkpoint.load(name), self._kind)
 
 
 def low_bit_source(
@@ -54,15 +66,20 @@ def low_bit_source(
 ) -> FileForms | QuantisedOnLoad | None:
     """What gives matrices in low bits; None where all weights are numbers.
 
-    Raises OptionError where options contradict each other.
+    Raises OptionError where options contradict each other or the files.
     """
-    kind, dtype = config.model.quantization, config.model.dtype
+    kind = resolve_quantization(config.model.quantization, checkpoint)
     if kind in ON_LOAD:
-        if dtype != "auto":
+        if config.model.dtype != "auto":
             raise OptionError(
-                f"--quantization {kind} and --dtype {dtype} exclude each other: leave out one."
+                f"--quantization {kind} and --dtype {config.model.dtype} exclude each other: "
+                "leave out one."
             )
-        return QuantisedOnLoad(checkpoint, kind)
-    if checkpoint.is_quantized and dtype == "auto":
+        cache = None
+        if config.quantization_cache:
+            folder = cache_folder() / "quantized"
+            cache = QuantizationCache(folder, checkpoint.files, cast(str, kind))
+        return QuantisedOnLoad(checkpoint, cast(str, kind), cache)
+    if kind is not None and config.model.dtype == "auto":
         return FileForms(checkpoint)
     return None

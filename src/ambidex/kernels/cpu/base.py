@@ -46,6 +46,12 @@ class NativeBase:
         if width is not None and x.shape[1] != width:
             raise KernelError(f"{what} has rows of {x.shape[1]}, and must have {width}.")
 
+    def _check_out(self, out: Tensor, x: Tensor, width: int) -> None:
+        """Raises KernelError unless ``out`` can take a result of ``width`` a row of ``x``."""
+        self._check_rows(out, "out", width)
+        if out.shape[0] != x.shape[0]:
+            raise KernelError(f"out has {out.shape[0]} rows, and must have {x.shape[0]}.")
+
     def _check_vector(self, x: Tensor, what: str, size: int) -> None:
         """Raises KernelError unless ``x`` is [size] float32, contiguous, on the CPU."""
         if (

@@ -63,8 +63,19 @@ void bind_small(nb::module_& module) {
     });
     module.def("take_rows", [](Context& context, Address x, int64_t x_stride, Address out,
                                int64_t out_stride, int64_t x_rows, int64_t rows, int64_t width) {
-        TakeRowsArgs args{pointer<const float>(x), pointer<float>(out), x_stride,  out_stride,
-                          width,                   Rows{x_rows},        Rows{rows}};
+        TakeRowsArgs args{pointer<const float>(x), nullptr,    false,        pointer<float>(out),
+                          x_stride,                out_stride, width,        Rows{x_rows},
+                          Rows{rows}};
+        submit(context, small_table(context.level).take_rows, args);
+    });
+    module.def("position_rows", [](Context& context, Address table, int64_t stride,
+                                   int64_t num_positions, Address positions, Address out,
+                                   int64_t out_stride, int64_t rows, int64_t width) {
+        TakeRowsArgs args{pointer<const float>(table), pointer<const int64_t>(positions),
+                          true,                        pointer<float>(out),
+                          stride,                      out_stride,
+                          width,                       Rows{num_positions},
+                          Rows{rows}};
         submit(context, small_table(context.level).take_rows, args);
     });
     module.def("greedy", [](Context& context, Address logits, int64_t stride, int64_t rows,

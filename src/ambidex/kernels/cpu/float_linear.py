@@ -90,14 +90,15 @@ class FloatLinearOps(NativeBase):
         weight: FloatWeight,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out], plus
-        ``residual`` [n, out]: [n, out]."""
+        ``residual`` [n, out]: [n, out], written to ``out`` if given."""
         if residual is not None:
             self._check_rows(residual, "residual", weight.shape[0])
             if residual.shape[0] != x.shape[0]:
                 raise KernelError(f"{residual.shape[0]} rows cannot be added to {x.shape[0]}.")
-        return self._product_float(x, weight, bias, residual, weight.shape[0], 0)
+        return self._product_float(x, weight, bias, residual, weight.shape[0], 0, out)
 
     def gated_linear_float(
         self, x: Tensor, weight: FloatWeight, activation: str, bias: Tensor | None = None
@@ -118,12 +119,16 @@ class FloatLinearOps(NativeBase):
         residual: Tensor | None,
         width: int,
         gate: int,
+        out: Tensor | None = None,
     ) -> Tensor:
         num_out, num_in = weight.shape
         self._check_rows(x, "x", num_in)
         if bias is not None:
             self._check_vector(bias, "bias", num_out)
-        out = self._empty(x, width)
+        if out is None:
+            out = self._empty(x, width)
+        else:
+            self._check_out(out, x, width)
         self._native.linear_float(
             self._context,
             x.data_ptr(),

@@ -169,9 +169,10 @@ class QuantizedLinearOps(NativeBase):
         weight: PackedWeight,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out], plus
-        ``residual`` [n, out]: [n, out]. Raises KernelError."""
+        ``residual`` [n, out]: [n, out], written to ``out`` if given. Raises KernelError."""
         width, columns = weight.shape
         self._check_rows(x, "x", columns)
         if bias is not None:
@@ -182,7 +183,10 @@ class QuantizedLinearOps(NativeBase):
                 raise KernelError(
                     f"residual has {residual.shape[0]} rows, and must have {x.shape[0]}."
                 )
-        out = self._empty(x, width)
+        if out is None:
+            out = self._empty(x, width)
+        else:
+            self._check_out(out, x, width)
         self._native.linear_quantized(
             self._context,
             weight.form,

@@ -154,9 +154,10 @@ static void apply(const ApplyArgs& args, const StepParams& step, Worker& worker)
 
 static void take_rows(const TakeRowsArgs& args, const StepParams& step, Worker& worker) {
     int64_t num_x = args.x_rows.count(step);
+    const int64_t* positions = args.positions != nullptr ? args.positions : step.positions;
     for_pieces(args.rows.count(step), args.width, worker,
                [&](int64_t row, int64_t first, int64_t end) {
-                   int64_t from = step.logit_rows[row];
+                   int64_t from = args.by_position ? positions[row] : step.logit_rows[row];
                    bool exists = from >= 0 && from < num_x;
                    const float* x = args.x + (exists ? from : 0) * args.x_stride;
                    float* out = args.out + row * args.out_stride;

@@ -56,6 +56,8 @@ struct ApplyArgs {
 // Copies the rows of x that the step's logit_rows name; NaN where x has no such row.
 struct TakeRowsArgs {
     const float* x;
+    const int64_t* positions;  // or null: the step's, if `by_position`
+    bool by_position;          // else the step's logit rows are taken
     float* out;
     int64_t x_stride, out_stride, width;
     Rows x_rows, rows;

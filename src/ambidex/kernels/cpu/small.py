@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ class SmallOps(NativeBase):
     """See kernels/reference.py for what each computes."""
 
     #: The rows that the step points to: alive as long as the step may be read.
-    _step_logit_rows: Tensor | None = None
+    _step_logit_rows: array[int] | None = None
 
     def rms_norm(
         self,
@@ -155,9 +156,7 @@ class SmallOps(NativeBase):
                 raise KernelError(
                     f"Rows {min(rows)} to {max(rows)} are asked for; x has {x.shape[0]}."
                 )
-            taken = torch.tensor(rows, dtype=torch.int32)
-            self._context.set_logit_rows(len(rows), taken.data_ptr())
-            self._step_logit_rows = taken
+            self.set_logit_rows(rows)
         self._native.take_rows(
             self._context,
             x.data_ptr(),
@@ -167,6 +166,34 @@ class SmallOps(NativeBase):
             self._rows(x),
             code,
             x.shape[1],
+        )
+        return out
+
+    def set_logit_rows(self, rows: Sequence[int]) -> None:
+        """Which rows of this step have logits, for the calls that follow and what is replayed."""
+        taken = array("i", rows)
+        self._context.set_logit_rows(len(taken), taken.buffer_info()[0])
+        # Native code reads it later.
+        self._step_logit_rows = taken
+
+    def position_rows(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Rows ``positions`` [n] int64 of ``table`` [m, width] float32: [n, width]; NaN for a
+        position that has no row. While recording, the positions are the step's."""
+        self._check_rows(table, "table")
+        if positions.dtype is not torch.int64 or not positions.is_contiguous():
+            raise KernelError(f"positions are {positions.dtype}, and must be int64, contiguous.")
+        out = self._empty(positions, table.shape[1])
+        rows = self._rows(positions)
+        self._native.position_rows(
+            self._context,
+            table.data_ptr(),
+            table.stride(0),
+            table.shape[0],
+            0 if rows < 0 else positions.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            table.shape[1],
         )
         return out
 
