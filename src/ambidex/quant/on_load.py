@@ -35,7 +35,6 @@ def quantise(name: str, weight: Tensor, kind: str) -> Quantized:
     Raises InvalidModelError for weights that are not finite, or larger than a float16.
     """
     rows, columns = weight.shape
-    form = FORMS[kind]
     groups = -(-columns // GROUP)
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scale = torch.empty(rows, groups, dtype=torch.float16)

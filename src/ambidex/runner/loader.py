@@ -35,6 +35,7 @@ from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
 from ambidex.weights.load import load_weights
+from ambidex.weights.quantization import resolve_quantization
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
@@ -100,6 +101,7 @@ def load_lane(
         tokenizer_path = Path(resolve_model(config.model.tokenizer).path)
     model_values = model_config(checkpoint.config)
     check_config(model_values, checkpoint)
+    resolve_quantization(config.model.quantization, checkpoint)
     with config_errors(model_values):
         max_model_len = resolve_max_model_len(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
