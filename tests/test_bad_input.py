@@ -262,6 +262,12 @@ def test_quantised_weights(call_command: Command, broken: Callable[..., str], me
     assert_refused(done, f"'{method}'", "unquantised checkpoint", "GGUF")
 
 
+@pytest.mark.parametrize("asked", ["awq", "gguf", "bitsandbytes"])
+def test_quantization_that_the_files_lack(call_command: Command, model: Path, asked: str) -> None:
+    done = call_command("run", str(model), "-p", "x", "--quantization", asked)
+    assert_refused(done, f"--quantization {asked} does not fit", "not quantised", code=2)
+
+
 def test_experts_that_the_files_lack(
     call_command: Command, tiny_model: Any, tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ambidex.errors import InvalidModelError
 from ambidex.quant import on_load
-from ambidex.quant.on_load import FORMS, quantise
+from ambidex.quant.forms import ON_LOAD_FORMS as FORMS
+from ambidex.quant.on_load import quantise
 
 
 def random(rows: int, columns: int, seed: int) -> torch.Tensor:

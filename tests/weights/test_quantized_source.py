@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import quantised_checkpoints as files
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.errors import AmbidexError, InvalidModelError, UnsupportedModelError
 from ambidex.kernels.quantized import Quantized
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
+from ambidex.weights.quantized_source import QuantizedSource
+from ambidex.weights.safetensors import SafetensorsSource
 
 Maker = Callable[..., Path]
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -217,6 +221,39 @@ def test_odd_settings(
     folder, _ = make(hf_folder, case)
     files.set_table(folder, {**CASES[case][1], **changes})
     refused(folder, *parts, kind=kind)
+
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.sampled_from([2, 3, 4, 8, 16, 32, 64, -1, 0]),
+    st.floats(), st.text(max_size=4), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)  # fmt: skip
+_FIELDS = st.sampled_from(
+    ["bits", "w_bit", "group_size", "q_group_size", "version", "desc_act", "sym", "dynamic",
+     "checkpoint_format", "zero_point"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-4-order", "gptq-3", "nf4-nested", "int8"])
+def test_any_setting_is_understood_or_refused(hf_folder: Maker, case: str) -> None:
+    folder, _ = make(hf_folder, case)
+    source = SafetensorsSource([folder / "model.safetensors"])
+
+    @settings(max_examples=60, deadline=None)
+    @given(table=st.dictionaries(_FIELDS, _VALUES, max_size=4))
+    def check(table: dict[str, Any]) -> None:
+        table = {**CASES[case][1], **table}
+        try:
+            made = QuantizedSource(source, table, "config.json")
+        except AmbidexError as error:
+            text = str(error)
+        else:
+            for name in made.names():
+                made.load_quantized(name)
+            return
+        assert text.endswith(".") and "\n" not in text
+
+    check()
 
 
 def test_groups_that_are_no_groups(hf_folder: Maker) -> None:

@@ -54,6 +54,9 @@ GGUF_FORMS: dict[str, Form] = {
     "MXFP4": Form(4, 32, scale_bytes=4),
 }
 
+#: ``--quantization`` -> the form that plain numbers get while they are loaded (``on_load.py``).
+ON_LOAD_FORMS: dict[str, Form] = {"int8": Form(8, 32), "int4": Form(4, 32, zero_bytes=2)}
+
 #: Columns that may share a scale, as in ``kernels.quantized``.
 GROUPS = (16, 32, 64, 128)
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ambidex.errors import InvalidModelError
 from ambidex.kernels.quantized import Quantized
-from ambidex.quant.forms import Form
+from ambidex.quant.forms import ON_LOAD_FORMS as FORMS
 
 GROUP = 32
-#: ``--quantization`` -> the form that it makes.
-FORMS = {"int8": Form(8, GROUP), "int4": Form(4, GROUP, zero_bytes=2)}
 
 #: Weights that are quantised at once: temporary tensors stay in the processor's cache.
 _SLICE_WEIGHTS = 1 << 18
@@ -35,7 +33,6 @@ def quantise(name: str, weight: Tensor, kind: str) -> Quantized:
     Raises InvalidModelError for weights that are not finite, or larger than a float16.
     """
     rows, columns = weight.shape
-    form = FORMS[kind]
     groups = -(-columns // GROUP)
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scale = torch.empty(rows, groups, dtype=torch.float16)

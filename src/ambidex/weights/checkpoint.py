@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
-from ambidex.weights.gguf import GGUFSource, split_parts
+from ambidex.weights.gguf import GGUFSource, Unpack, split_parts
 from ambidex.weights.headers import GGUFHeader, parse_json_object, require_regular
 from ambidex.weights.quantized_source import METHODS, QuantizedSource
 from ambidex.weights.safetensors import SafetensorsSource, shards_of
@@ -53,7 +53,9 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def load(self, name: str) -> torch.Tensor: ...
     def quantized_form(self, name: str) -> Form | None: ...
-    def load_quantized(self, name: str) -> Quantized | torch.Tensor: ...
+    def load_quantized(
+        self, name: str, unpack: Unpack | None = None
+    ) -> Quantized | torch.Tensor: ...
 
 
 class Checkpoint:
@@ -145,13 +147,14 @@ class Checkpoint:
         rows, columns = self._source.shape(name)
         return form.num_bytes(rows, columns)
 
-    def load_quantized(self, name: str) -> Quantized | torch.Tensor:
+    def load_quantized(self, name: str, unpack: Unpack | None = None) -> Quantized | torch.Tensor:
         """One tensor as the file holds it: a low-bit matrix where it has such a form, else plain.
 
+        ``unpack`` (``kernels.cpu.unpack.UnpackOps.unpack_gguf``) makes GGUF's matrices faster.
         Raises :class:`InvalidModelError` where there is none of this name.
         """
         self._require(name)
-        return self._source.load_quantized(name)
+        return self._source.load_quantized(name, unpack)
 
     def _require(self, name: str) -> None:
         if name not in self._names:
@@ -347,7 +350,7 @@ class TorchSource:
     def quantized_form(self, name: str) -> None:
         return None
 
-    def load_quantized(self, name: str) -> torch.Tensor:
+    def load_quantized(self, name: str, unpack: Unpack | None = None) -> torch.Tensor:
         return self._tensors[name]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from ambidex.errors import OptionError
+from ambidex.quant.forms import ON_LOAD_FORMS
 from ambidex.weights.checkpoint import Checkpoint
-
-#: Made from plain numbers while loading.
-ON_LOAD = ("int8", "int4")
 
 
 def resolve_quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:
@@ -17,7 +15,7 @@ def resolve_quantization(asked: str | None, checkpoint: Checkpoint) -> str | Non
     held = checkpoint.quantization
     if asked is None:
         return held if checkpoint.is_quantized else None
-    if asked in ON_LOAD:
+    if asked in ON_LOAD_FORMS:
         if checkpoint.is_quantized:
             raise OptionError(
                 f"--quantization {asked} quantises plain weights, and those of {checkpoint.path} "
@@ -30,7 +28,7 @@ def resolve_quantization(asked: str | None, checkpoint: Checkpoint) -> str | Non
     found = f"quantised with {held}" if checkpoint.is_quantized else "not quantised"
     remedy = "Leave the option out: files say themselves how they are quantised"
     if not checkpoint.is_quantized:
-        remedy = f"Leave the option out, or give --quantization {' or '.join(ON_LOAD)}"
+        remedy = f"Leave the option out, or give --quantization {' or '.join(ON_LOAD_FORMS)}"
     raise OptionError(
         f"--quantization {asked} does not fit: the weights of {checkpoint.path} are {found} "
         f"({checkpoint.dtype_name}). {remedy}."

@@ -83,7 +83,7 @@ class QuantizedSource:
         matrix = self._matrices.get(name)
         return None if matrix is None else matrix.form
 
-    def load_quantized(self, name: str) -> Quantized | torch.Tensor:
+    def load_quantized(self, name: str, unpack: object = None) -> Quantized | torch.Tensor:
         matrix = self._matrices.get(name)
         return self._source.load(name) if matrix is None else matrix.load()
 

@@ -129,7 +129,7 @@ class SafetensorsSource:
         """No tensor of these files is quantised by itself; see ``quantized_source.py``."""
         return
 
-    def load_quantized(self, name: str) -> torch.Tensor:
+    def load_quantized(self, name: str, unpack: object = None) -> torch.Tensor:
         return self.load(name)
 
     def load(self, name: str) -> torch.Tensor:
