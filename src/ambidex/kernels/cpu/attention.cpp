@@ -201,7 +201,7 @@ static void write_kv(const WriteKvArgs& args, const StepParams& step, Worker& wo
 
 // Query rows times heads of a block are about this many: so often is a packed tile read.
 constexpr int64_t kBlockRows = 96;
-// Rows times heads up to which a tile is read where it lies.
+// Rows times heads up to which a tile is read where it lies; always where nothing is to be widened.
 constexpr int64_t kMaxDirectRows = 12;
 
 static int64_t round_up(int64_t n, int64_t multiple) {
@@ -348,6 +348,23 @@ struct Scratch {
 };
 
 template <class Read>
+static void locate(const Blocks& blocks, const KvCacheArgs& cache, int64_t kv_head, int64_t number,
+                   CachedTile<Read>& tile) {
+    using Type = typename Read::Type;
+    tile.head_dim = cache.head_dim;
+    for (int unit = 0; unit < kTile / kUnit; ++unit) {
+        int64_t slot = blocks.slot_or_zero(number * kTile + unit * kUnit);
+        int64_t place = kv_head * cache.num_slots + slot;
+        tile.keys[unit] = static_cast<const Type*>(cache.keys) + place * cache.head_dim;
+        tile.values[unit] = static_cast<const Type*>(cache.values) + place * cache.head_dim;
+        if (Read::kScaled) {
+            tile.key_scales[unit] = cache.key_scales + place;
+            tile.value_scales[unit] = cache.value_scales + place;
+        }
+    }
+}
+
+template <class Read>
 static f32x16 read_some(const typename Read::Type* p, int64_t count) {
     if (count >= kLanes) return Read::read(p);
     typename Read::Type padded[kLanes] = {};
@@ -392,7 +409,6 @@ static void write_out(const float* sums, float total, int64_t head_dim, float* o
 
 template <class Read>
 static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch) {
-    using Type = typename Read::Type;
     const AttentionArgs& args = plan.args;
     const KvCacheArgs& cache = args.cache;
     int64_t head_dim = cache.head_dim, padded = round_up(head_dim, kLanes);
@@ -416,26 +432,26 @@ static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch)
         for (int64_t i = 0; i < num_rows * padded; i += kLanes) store(scratch.sums + i, zero_f32());
     }
     Blocks blocks(cache, plan.step, chunk.sequence);
-    const Type* keys = static_cast<const Type*>(cache.keys) +
-                       chunk.kv_head * cache.num_slots * head_dim;
-    const Type* values = static_cast<const Type*>(cache.values) +
-                         chunk.kv_head * cache.num_slots * head_dim;
-    bool direct = head_dim % kLanes == 0 && num_rows <= kMaxDirectRows;
+    bool direct = head_dim % kLanes == 0 &&
+                  (num_rows <= kMaxDirectRows || cache.type == KvType::kF32);
     int64_t num_groups = divide_up(num_rows, kMaxRows);
+    CachedTile<Read> tiles[2];
+    locate(blocks, cache, chunk.kv_head, chunk.first_tile, tiles[chunk.first_tile % 2]);
     for (int64_t tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
         int64_t start = tile * kTile;
-        CachedTile<Read> cached;
-        cached.head_dim = head_dim;
-        for (int unit = 0; unit < kTile / kUnit; ++unit) {
-            int64_t slot = blocks.slot_or_zero(start + unit * kUnit);
-            cached.keys[unit] = keys + slot * head_dim;
-            cached.values[unit] = values + slot * head_dim;
-            if (Read::kScaled) {
-                int64_t place = chunk.kv_head * cache.num_slots + slot;
-                for (int i = 0; i < kUnit; ++i) {
-                    scratch.key_scales[unit * kUnit + i] = cache.key_scales[place + i];
-                    scratch.value_scales[unit * kUnit + i] = cache.value_scales[place + i];
-                }
+        CachedTile<Read>& cached = tiles[tile % 2];
+        cached.next = nullptr;
+        if (tile + 1 < chunk.end_tile) {
+            CachedTile<Read>& next = tiles[(tile + 1) % 2];
+            locate(blocks, cache, chunk.kv_head, tile + 1, next);
+            cached.next = &next;
+        }
+        if (Read::kScaled) {
+            for (int v = 0; v < kTileVectors; ++v) {
+                store(scratch.key_scales + v * kLanes,
+                      load_pair(cached.key_scales[2 * v], cached.key_scales[2 * v + 1]));
+                store(scratch.value_scales + v * kLanes,
+                      load_pair(cached.value_scales[2 * v], cached.value_scales[2 * v + 1]));
             }
         }
         int first = kTile, end = 0;
@@ -473,6 +489,7 @@ static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch)
             }
             if (direct) {
                 attend(cached, rows, count);
+                cached.next = nullptr;  // it has been fetched
             } else {
                 attend(packed, rows, count);
             }

@@ -62,11 +62,31 @@ template <class Read>
 struct CachedTile {
     const typename Read::Type* keys[kTile / kUnit];
     const typename Read::Type* values[kTile / kUnit];
+    const float* key_scales[kTile / kUnit];  // int8 only
+    const float* value_scales[kTile / kUnit];
     int64_t head_dim;
+    const CachedTile* next = nullptr;  // what is read after this
+    static constexpr int kChannelsPerLine = 64 / (kUnit * sizeof(typename Read::Type));
 
     f32x16 key(int vector, int64_t channel) const {
         return Read::read_pair(keys[2 * vector] + channel * kUnit,
                                keys[2 * vector + 1] + channel * kUnit);
+    }
+    bool has_next() const { return next != nullptr; }
+    // Fetches a share of the next tile, while the scores of this one are computed.
+    void fetch_ahead(int64_t channel) const {
+        int64_t phase = channel % kChannelsPerLine;
+        if (phase == 0) {
+            AMBIDEX_UNROLL
+            for (int i = 0; i < kTile / kUnit; ++i) {
+                __builtin_prefetch(next->keys[i] + channel * kUnit);
+            }
+        } else if (phase == kChannelsPerLine / 2) {
+            AMBIDEX_UNROLL
+            for (int i = 0; i < kTile / kUnit; ++i) {
+                __builtin_prefetch(next->values[i] + (channel - phase) * kUnit);
+            }
+        }
     }
     const typename Read::Type* value_row(int token) const {
         return values[token / kUnit] + (token % kUnit) * head_dim;
@@ -84,6 +104,8 @@ struct PackedTile {
     f32x16 key(int vector, int64_t channel) const {
         return load(keys + channel * kTile + vector * kLanes);
     }
+    static bool has_next() { return false; }
+    void fetch_ahead(int64_t) const {}
     const float* value_row(int token) const { return values + token * head_dim_padded; }
     int64_t value_stride() const { return head_dim_padded; }
     static f32x16 value(const float* p) { return load(p); }
@@ -113,7 +135,9 @@ inline void scores(const Tile& tile, const RowGroup& rows, int vector, float* ou
     }
     const float* query = rows.query;
     int64_t stride = rows.head_dim;
+    bool fetches = V == num_vectors(R) && vector == 0 && tile.has_next();
     for (int64_t channel = 0; channel < rows.head_dim; ++channel) {
+        if (fetches) tile.fetch_ahead(channel);
         f32x16 key[V];
         AMBIDEX_UNROLL
         for (int v = 0; v < V; ++v) key[v] = tile.key(vector + v, channel);
@@ -131,28 +155,36 @@ inline void scores(const Tile& tile, const RowGroup& rows, int vector, float* ou
     }
 }
 
-// From a row's scores to its weights, in place; `num` vectors hold tokens that are seen.
+// From a row's scores to its weights, in place. `kWhole`: all 64 tokens are seen and nothing else
+// is to be done; else `num` vectors hold tokens that are seen.
+template <bool kWhole>
 inline void weigh(float* scores, int first_seen, int end_seen, int num, const RowGroup& rows,
                   float* max_out, float* total_out) {
     f32x16 largest = broadcast(kLowest);
-    f32x16 hidden = broadcast(-kInfinity);
     f32x16 score[kTileVectors];
-    for (int v = 0; v < num; ++v) {
+    AMBIDEX_UNROLL
+    for (int v = 0; v < (kWhole ? kTileVectors : num); ++v) {
         f32x16 x = load(scores + v * kLanes);
-        if (rows.key_scales != nullptr) x = x * load(rows.key_scales + v * kLanes);
-        if (rows.softcap != 0.0f) x = tanh(x / broadcast(rows.softcap)) * broadcast(rows.softcap);
-        int first = first_seen - v * kLanes, end = end_seen - v * kLanes;
-        if (end < kLanes) x = select(first_lanes(end < 0 ? 0 : end), x, hidden);
-        if (first > 0) x = select(first_lanes(first > kLanes ? kLanes : first), hidden, x);
+        if (!kWhole) {
+            if (rows.key_scales != nullptr) x = x * load(rows.key_scales + v * kLanes);
+            if (rows.softcap != 0.0f) {
+                x = tanh(x / broadcast(rows.softcap)) * broadcast(rows.softcap);
+            }
+            f32x16 hidden = broadcast(-kInfinity);
+            int first = first_seen - v * kLanes, end = end_seen - v * kLanes;
+            if (end < kLanes) x = select(first_lanes(end < 0 ? 0 : end), x, hidden);
+            if (first > 0) x = select(first_lanes(first > kLanes ? kLanes : first), hidden, x);
+        }
         score[v] = x;
         largest = max(x, largest);
     }
     float top = max_lane(largest);
     f32x16 total = zero_f32();
-    for (int v = 0; v < num; ++v) {
+    AMBIDEX_UNROLL
+    for (int v = 0; v < (kWhole ? kTileVectors : num); ++v) {
         f32x16 weight = exp_nonpositive(score[v] - broadcast(top));
         total = total + weight;
-        if (rows.value_scales != nullptr) {
+        if (!kWhole && rows.value_scales != nullptr) {
             // What is not seen may be anything, and its weight stays zero.
             f32x16 scaled = weight * load(rows.value_scales + v * kLanes);
             weight = select_less(zero_f32(), weight, scaled, weight);
@@ -161,6 +193,20 @@ inline void weigh(float* scores, int first_seen, int end_seen, int num, const Ro
     }
     *max_out = top;
     *total_out = sum(total);
+}
+
+// One copy for all row groups; the code is long.
+static void weigh_rows(float* scores, int count, int num, const RowGroup& rows, float* max_out,
+                       float* total_out) {
+    bool plain = rows.softcap == 0.0f && rows.key_scales == nullptr;
+    for (int r = 0; r < count; ++r) {
+        int first = rows.first_seen[r], end = rows.end_seen[r];
+        if (plain && first == 0 && end == kTile) {
+            weigh<true>(scores + r * kTile, first, end, num, rows, &max_out[r], &total_out[r]);
+        } else {
+            weigh<false>(scores + r * kTile, first, end, num, rows, &max_out[r], &total_out[r]);
+        }
+    }
 }
 
 // How much of the sums so far, and of a tile's, goes into both together.
@@ -231,10 +277,7 @@ inline void attend_rows(const Tile& tile, const RowGroup& rows) {
     for (; vector < num; ++vector) scores<R, 1>(tile, rows, vector, weights);
     alignas(64) float max_tile[kLanes] = {}, total_tile[kLanes] = {};
     alignas(64) float keep[kLanes], add[kLanes];
-    for (int r = 0; r < R; ++r) {
-        weigh(weights + r * kTile, rows.first_seen[r], rows.end_seen[r], num, rows, &max_tile[r],
-              &total_tile[r]);
-    }
+    weigh_rows(weights, R, num, rows, max_tile, total_tile);
     bool merging = rows.max != nullptr;
     if (merging) {
         mask16 mask = first_lanes(R);
