@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -150,8 +151,19 @@ class SampleResult:
     errors: dict[int, str]
 
 
+class BestTokens(Protocol):
+    """The part of a kernel table that finds each row's best token."""
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``logits`` [n, vocab]: the lowest best ids [n], and which rows are finite [n]."""
+
+
 class Sampler:
-    """Chooses one token a row. It has no state: two lanes may share one."""
+    """Chooses one token a row. It has no state but ``kernels``, a lane's kernel table, which may
+    be left out: the tokens are the same, found by one thread."""
+
+    def __init__(self, kernels: BestTokens | None = None) -> None:
+        self._kernels = kernels
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> SampleResult:
         """``logits``: [n, vocab] float32 in host memory, left unchanged; ``rows``: [n].
@@ -166,6 +178,8 @@ class Sampler:
         plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_modifiers]
         modified = [i for i, row in enumerate(rows) if row.is_greedy and row.has_modifiers]
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+        if plain and self._kernels is not None:
+            plain = _choose_best_of_finite(self._kernels, logits, plain, result)
         _choose_best(logits.numpy(), plain, result)
         _choose_best_modified(logits.numpy(), modified, rows, result)
         _draw(logits, drawn, rows, result)
@@ -209,6 +223,17 @@ def prompt_logprobs(logits: Tensor, target_ids: list[int], k: int) -> list[Token
 
 
 # -- greedy --
+
+
+def _choose_best_of_finite(
+    kernels: BestTokens, logits: Tensor, indices: list[int], result: SampleResult
+) -> list[int]:
+    """Settle the rows ``indices`` that are finite; returns the others."""
+    best, is_finite = (tensor.tolist() for tensor in kernels.greedy(logits))
+    for i in indices:
+        if is_finite[i]:
+            result.token_ids[i] = best[i]
+    return [i for i in indices if not is_finite[i]]
 
 
 def _choose_best(logits: NDArray[np.float32], indices: list[int], result: SampleResult) -> None:
