@@ -236,9 +236,10 @@ def mixed_rows(n: int, vocab: int, rng: random.Random) -> list[SamplerRow]:
 
 def cumulative(logits: torch.Tensor, rows: list[SamplerRow]) -> torch.Tensor:
     """What the draw searches: any bit that differs shows here, long before a token changes."""
-    scratch = sampler_module._Scratch.for_rows(len(rows), logits.shape[1])
+    memory = sampler_module._Scratch().for_rows(len(rows), logits.shape[1])
     errors: dict[int, str] = {}
-    return sampler_module._cumulative(logits, range(len(rows)), rows, scratch, errors).clone()
+    probs = sampler_module._probabilities(logits, range(len(rows)), rows, memory, errors)
+    return torch.from_numpy(probs).double().cumsum(-1)
 
 
 def outcome(result: SampleResult, i: int) -> tuple[int, TokenLogprobs | None, str | None]:
