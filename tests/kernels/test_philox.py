@@ -55,6 +55,16 @@ def test_uniform_is_the_documented_function_of_the_words() -> None:
     assert uniform([0], [0]).tolist() == [(0x6627E8D5E169C + 0.5) / 2**52]
 
 
+def test_few_numbers_are_those_of_many() -> None:
+    rng = np.random.default_rng(5)
+    seeds = [int(x) - 2**63 for x in rng.integers(0, 2**64, 300, dtype=np.uint64)]
+    positions = [int(x) >> 12 * (i % 5) for i, x in enumerate(rng.bit_generator.random_raw(300))]
+    many = uniform(seeds, positions)
+    for at in range(300):
+        assert uniform(seeds[at : at + 1], positions[at : at + 1]) == many[at]
+    assert uniform([], []).shape == (0,)
+
+
 def test_ends_of_the_range_are_exact_and_open() -> None:
     assert (0 + 0.5) * 2.0**-52 > 0.0
     assert (float(2**52 - 1) + 0.5) * 2.0**-52 == 1 - 2.0**-53 < 1.0

@@ -236,9 +236,10 @@ def mixed_rows(n: int, vocab: int, rng: random.Random) -> list[SamplerRow]:
 
 def cumulative(logits: torch.Tensor, rows: list[SamplerRow]) -> torch.Tensor:
     """What the draw searches: any bit that differs shows here, long before a token changes."""
-    scratch = sampler_module._Scratch.for_rows(len(rows), logits.shape[1])
+    memory = sampler_module._Scratch().for_rows(len(rows), logits.shape[1])
     errors: dict[int, str] = {}
-    return sampler_module._cumulative(logits, range(len(rows)), rows, scratch, errors).clone()
+    probs = sampler_module._probabilities(logits, range(len(rows)), rows, memory, errors)
+    return torch.from_numpy(probs).double().cumsum(-1)
 
 
 def outcome(result: SampleResult, i: int) -> tuple[int, TokenLogprobs | None, str | None]:
@@ -287,6 +288,29 @@ def test_a_row_s_distribution_is_bitwise_the_same_in_any_batch_with_any_threads(
             picked = rng.sample(range(n), size)
             together = cumulative(logits[picked], [rows[i] for i in picked])
             assert torch.equal(together, alone[picked]), (num_threads, size)
+
+
+@pytest.mark.parametrize("vocab", [97, 20_003])
+def test_a_kernel_table_s_best_tokens_change_nothing(vocab: int) -> None:
+    native = pytest.importorskip("ambidex.kernels.cpu._native")
+    from ambidex.kernels.cpu.small import SmallOps
+
+    rng = random.Random(vocab)
+    rows = mixed_rows(40, vocab, rng)
+    rows += [make_row(temperature=0.0) for _ in range(10)]
+    logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    logits[::3] = logits[::3].bfloat16().float()
+    for at, value in enumerate([math.nan, math.inf, -math.inf]):
+        logits[40 + at, vocab - 1 - at] = value
+    logits[44] = -math.inf
+    logits[45] = 1.0
+    expected = sample(logits, *rows)
+    assert sorted(i for i in expected.errors if i >= 40) == [40, 41, 44]
+    for level in native.supported_levels():
+        sampler = Sampler(SmallOps(2, [], level))
+        assert sampler(logits, rows) == expected
+        for i in range(0, 50, 7):
+            assert outcome(sampler(logits[i : i + 1], [rows[i]]), 0) == outcome(expected, i)
 
 
 @pytest.mark.parametrize("chunk", [1, 5_000, 1 << 24])

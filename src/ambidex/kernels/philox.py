@@ -21,6 +21,8 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(_MASK_32)
 _SHIFT_32 = np.uint64(32)
+#: Up to here Python's integers are faster than numpy's arrays.
+_FEW_NUMBERS = 8
 
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -53,6 +55,8 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float6
     position, 0, 0). The value has 52 random bits, ``(bits + 0.5) / 2**52``: with 53 the largest
     would round to 1. It lies in [2**-53, 1 - 2**-53], all of it exact in float64.
     """
+    if len(seeds) <= _FEW_NUMBERS:
+        return np.array([_uniform_one(*pair) for pair in zip(seeds, positions, strict=True)])
     seed = np.array([value & _MASK_64 for value in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(position)
@@ -62,3 +66,14 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float6
     ).astype(np.uint64)
     bits = ((words[..., 0] << _SHIFT_32) | words[..., 1]) >> np.uint64(12)
     return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _uniform_one(seed: int, position: int) -> float:
+    k0, k1 = seed & _MASK_32, seed >> 32 & _MASK_32
+    c0, c1, c2, c3 = position & _MASK_32, position >> 32, 0, 0
+    for _ in range(_NUM_ROUNDS):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = product1 >> 32 ^ c1 ^ k0, product1 & _MASK_32
+        c2, c3 = product0 >> 32 ^ c3 ^ k1, product0 & _MASK_32
+        k0, k1 = k0 + 0x9E3779B9 & _MASK_32, k1 + 0xBB67AE85 & _MASK_32
+    return float(((c0 << 32 | c1) >> 12) + 0.5) * 2.0**-52

@@ -6,7 +6,7 @@ presence and frequency penalties; temperature; min_p, top_k, top_p; then the dra
 Exact: a row's token and log probabilities depend on that row alone, bitwise; not on the other
 rows, their number, or the number of threads. So every operation here is of one of three kinds:
 rounded once, element by element (+, -, *, /, comparison); one of torch's operations along the
-last dimension that work row by row (softmax, log_softmax, cumsum, amax); or numpy on one row.
+last dimension that work row by row (softmax, log_softmax, amax); or numpy on one row.
 ``torch.sum`` is none of these: it cuts a single long row among threads, which changes bits.
 
 Ties are broken by the lower token id everywhere: greedy, top_k, top_p, ranks.
@@ -14,8 +14,10 @@ Ties are broken by the lower token id everywhere: greedy, top_k, top_p, ranks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,9 +30,9 @@ from ambidex.request import SamplingParams, TokenLogprobs
 
 #: Below this a temperature is greedy (vLLM's value): dividing by it would only overflow.
 MIN_TEMPERATURE = 1e-5
-#: Rows are worked on in chunks of about this many logits: 16 MiB of scratch memory in all,
+#: Rows are worked on in chunks of about this many logits: 2 MiB of scratch memory in all,
 #: whatever the batch and the vocabulary, and it stays in the cache. At least one row.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 #: Up to here torch's selection of the k best of a row is faster than numpy's.
 _TORCH_TOPK_LIMIT = 512
 #: ``SampleResult.token_ids`` of a row that failed.
@@ -150,8 +152,23 @@ class SampleResult:
     errors: dict[int, str]
 
 
+class BestTokens(Protocol):
+    """The part of a kernel table that finds each row's best token."""
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``logits`` [n, vocab]: the lowest best ids [n], and which rows are finite [n]."""
+
+
 class Sampler:
-    """Chooses one token a row. It has no state: two lanes may share one."""
+    """Chooses one token a row. Nothing is kept between two calls but memory, one piece a thread.
+
+    ``kernels``, a lane's kernel table, may be left out: the tokens are the same, found by one
+    thread.
+    """
+
+    def __init__(self, kernels: BestTokens | None = None) -> None:
+        self._kernels = kernels
+        self._scratch = _Scratch()
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> SampleResult:
         """``logits``: [n, vocab] float32 in host memory, left unchanged; ``rows``: [n].
@@ -166,9 +183,11 @@ class Sampler:
         plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_modifiers]
         modified = [i for i, row in enumerate(rows) if row.is_greedy and row.has_modifiers]
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+        if plain and self._kernels is not None:
+            plain = _choose_best_of_finite(self._kernels, logits, plain, result)
         _choose_best(logits.numpy(), plain, result)
         _choose_best_modified(logits.numpy(), modified, rows, result)
-        _draw(logits, drawn, rows, result)
+        _draw(logits, drawn, rows, self._scratch, result)
         wanted = {
             i: row.params.logprobs
             for i, row in enumerate(rows)
@@ -209,6 +228,17 @@ def prompt_logprobs(logits: Tensor, target_ids: list[int], k: int) -> list[Token
 
 
 # -- greedy --
+
+
+def _choose_best_of_finite(
+    kernels: BestTokens, logits: Tensor, indices: list[int], result: SampleResult
+) -> list[int]:
+    """Settle the rows ``indices`` that are finite; returns the others."""
+    best, is_finite = (tensor.tolist() for tensor in kernels.greedy(logits))
+    for i in indices:
+        if is_finite[i]:
+            result.token_ids[i] = best[i]
+    return [i for i in indices if not is_finite[i]]
 
 
 def _choose_best(logits: NDArray[np.float32], indices: list[int], result: SampleResult) -> None:
@@ -330,26 +360,30 @@ def _chunks(indices: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
         yield indices[start : start + size]
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """Memory that the chunks of one call share: fresh pages cost more than the arithmetic."""
+class _Scratch(threading.local):
+    """Memory that the chunks of all calls in one thread share: fresh pages cost more than the
+    arithmetic."""
 
-    scores: Tensor  # [chunk_rows, vocab] float32
-    probs: Tensor  # [chunk_rows, vocab] float32
-    cumulative: Tensor  # [chunk_rows, vocab] float64
+    def __init__(self) -> None:
+        self._memory = np.empty((2, 0), dtype=np.float32)
 
-    @classmethod
-    def for_rows(cls, num_rows: int, vocab_size: int) -> _Scratch:
-        shape = (min(num_rows, _chunk_rows(vocab_size)), vocab_size)
-        return cls(
-            torch.empty(shape, dtype=torch.float32),
-            torch.empty(shape, dtype=torch.float32),
-            torch.empty(shape, dtype=torch.float64),
-        )
+    def for_rows(self, num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Scores and probabilities, both [chunk_rows, vocab] float32, of any content."""
+        chunk_rows = min(num_rows, _chunk_rows(vocab_size))
+        size = chunk_rows * vocab_size
+        if self._memory.shape[1] < size:
+            self._memory = np.empty((2, size), dtype=np.float32)
+        # New tensors each time: those made in inference mode could not be written outside it.
+        memory = torch.from_numpy(self._memory[:, :size].reshape(2, chunk_rows, vocab_size))
+        return memory[0], memory[1]
 
 
 def _draw(
-    logits: Tensor, indices: list[int], rows: Sequence[SamplerRow], result: SampleResult
+    logits: Tensor,
+    indices: list[int],
+    rows: Sequence[SamplerRow],
+    scratch: _Scratch,
+    result: SampleResult,
 ) -> None:
     """Draw a token for the rows ``indices`` of ``logits`` [n, vocab]."""
     if not indices:
@@ -359,49 +393,47 @@ def _draw(
         seed = rows[i].params.seed
         assert seed is not None, f"row {i} draws a token without a seed"
         seeds.append(seed)
-    uniforms = uniform(seeds, [rows[i].num_output_tokens for i in indices])
-    scratch = _Scratch.for_rows(len(indices), logits.shape[1])
+    uniforms = uniform(seeds, [rows[i].num_output_tokens for i in indices]).tolist()
+    memory = scratch.for_rows(len(indices), logits.shape[1])
     start = 0
     for chunk in _chunks(indices, logits.shape[1]):
-        _draw_chunk(logits, chunk, rows, uniforms[start : start + len(chunk)], scratch, result)
+        probs = _probabilities(logits, chunk, rows, memory, result.errors)
+        for local, i in enumerate(chunk):
+            if i not in result.errors:
+                result.token_ids[i] = _search(probs[local], uniforms[start + local])
         start += len(chunk)
 
 
-def _draw_chunk(
+def _search(probs: Row, u: float) -> int:
+    """The first id at which the sum of ``probs`` [vocab] by ascending id exceeds its share ``u``:
+    never a token of probability 0, which adds nothing."""
+    is_possible = probs > 0
+    # float64, so that no token's chance is rounded away beside the sum of those before it. What
+    # adds nothing may be left out, which pays where that is most of it.
+    if np.count_nonzero(is_possible) * 8 < len(probs):
+        possible = np.flatnonzero(is_possible)
+        sums = np.cumsum(probs[possible], dtype=np.float64)
+        at = int(np.searchsorted(sums, sums[-1] * u, side="right"))
+        # u times the sum of all may have been rounded up to it.
+        return int(possible[min(at, len(possible) - 1)])
+    sums = np.cumsum(probs, dtype=np.float64)
+    at = int(np.searchsorted(sums, sums[-1] * u, side="right"))
+    return at if at < len(probs) else int(np.flatnonzero(is_possible)[-1])
+
+
+def _probabilities(
     logits: Tensor,
     indices: Sequence[int],
     rows: Sequence[SamplerRow],
-    uniforms: NDArray[np.float64],
-    scratch: _Scratch,
-    result: SampleResult,
-) -> None:
-    cumulative = _cumulative(logits, indices, rows, scratch, result.errors)
-    target = cumulative[:, -1:] * torch.from_numpy(uniforms)[:, None]
-    # The first sum above the target: never a token of probability 0, which adds nothing.
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
-    for local, i in enumerate(indices):
-        if i in result.errors:
-            continue
-        token = tokens[local]
-        if token == logits.shape[1]:  # u * total was rounded up to the total
-            token = int(np.flatnonzero(scratch.probs[local].numpy())[-1])
-        result.token_ids[i] = token
-
-
-def _cumulative(
-    logits: Tensor,
-    indices: Sequence[int],
-    rows: Sequence[SamplerRow],
-    scratch: _Scratch,
+    memory: tuple[Tensor, Tensor],
     errors: dict[int, str],
-) -> Tensor:
-    """[len(indices), vocab] float64: sums, by ascending id, of what each row may draw from.
+) -> NDArray[np.float32]:
+    """[len(indices), vocab]: the weight of each token that a row may draw, 0 for the others.
 
-    The last sum is the weight of all that the filters left. Adds to ``errors``; what is in the
-    line of a failed row means nothing. ``scratch.probs`` has the summands.
+    It lies in ``memory``. Adds to ``errors``; the line of a failed row means nothing.
     """
     n = len(indices)
-    scores, probs, cumulative = scratch.scores[:n], scratch.probs[:n], scratch.cumulative[:n]
+    scores, probs = memory[0][:n], memory[1][:n]
     torch.index_select(logits, 0, torch.tensor(indices), out=scores)
     for local, i in enumerate(indices):
         if rows[i].has_modifiers:
@@ -419,9 +451,7 @@ def _cumulative(
     for local, i in enumerate(indices):
         if rows[i].has_filters and i not in errors:
             _filter(scores[local].numpy(), probs[local].numpy(), rows[i].params)
-    # float64, so that no token's chance is rounded away beside the sum of those before it.
-    cumulative.copy_(probs)
-    return torch.cumsum(cumulative, -1, out=cumulative)
+    return probs.numpy()
 
 
 def _filter(scores: Row, probs: Row, params: SamplingParams) -> None:
