@@ -209,12 +209,13 @@ def start_lines(first: dict[str, Any], last: dict[str, Any], starts: list[dict[s
         return statistics.median(start[name] for start in starts)
 
     held = first["weights_bytes"] + first["kv_cache_bytes"]
+    peak = last["peak_rss_bytes"]
     return (
         f"Start: first token {median('first_token_s'):.2f} s after the process began, of which "
         f"importing torch takes {median('torch_s'):.2f} s and loading {median('load_s'):.2f} s. "
         f"Memory: weights {first['weights_bytes'] / 1e6:.0f} MB + KV cache "
         f"{first['kv_cache_bytes'] / 1e6:.0f} MB = {held / 1e6:.0f} MB; resident at most "
-        f"{last['peak_rss_bytes'] / 1e6:.0f} MB, {(last['peak_rss_bytes'] - held) / 1e6:.0f} MB more."
+        f"{peak / 1e6:.0f} MB, {(peak - held) / 1e6:.0f} MB more."
     )
 
 
