@@ -13,10 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import hypothesis
 import pytest
 
 # Sets how long OpenMP's threads spin, which must happen before anything imports torch.
 import ambidex  # noqa: F401
+
+
+def limit_examples(most: int) -> None:
+    """Gives every hypothesis test at most ``most`` examples, those with settings of their own too.
+
+    Sanitizers make tests several times slower (scripts/sanitize.sh sets the variable below).
+    """
+    plain = hypothesis.settings.__init__
+
+    def limited(self: hypothesis.settings, *parents: Any, **values: Any) -> None:
+        if "max_examples" in values:
+            values["max_examples"] = min(values["max_examples"], most)
+        plain(self, *parents, **values)
+
+    hypothesis.settings.__init__ = limited  # type: ignore[method-assign]
+    hypothesis.settings.register_profile("few", max_examples=most, deadline=None)
+    hypothesis.settings.load_profile("few")
+
+
+if "AMBIDEX_TEST_EXAMPLES" in os.environ:
+    limit_examples(int(os.environ["AMBIDEX_TEST_EXAMPLES"]))
 
 IS_CI = os.environ.get("CI", "").lower() == "true"
 

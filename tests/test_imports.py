@@ -12,6 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "ambidex"
 
 BASE = {
+    "cgroups",
     "errors",
     "config",
     "logs",
@@ -59,6 +60,8 @@ WITHOUT_TORCH = [
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",
+    "ambidex.kernels.cpu.numa",
+    "ambidex.kernels.cpu.topology",
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",

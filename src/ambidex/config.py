@@ -81,6 +81,9 @@ class ModelConfig:
     max_logprobs: int = 20
     #: `auto:N`: the model's own limit, but no more than N tokens (max_model_len is None then).
     max_model_len_cap: int | None = None
+    #: int8 | int4 (made while loading) | awq | bitsandbytes | gguf | gptq (must be what the files
+    #: are); None: whatever the files are.
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class CacheConfig:
     #: Tokens per block: 8, 16, 32, 64 or 128.
     block_size: int = 16
     enable_prefix_caching: bool = True
-    #: auto (the model's dtype) | float32 | float16 | bfloat16.
+    #: auto (the model's dtype) | float32 | float16 | bfloat16 | int8.
     kv_cache_dtype: str = "auto"
     #: None: sized from what the machine has.
     kv_cache_bytes: int | None = None
@@ -129,6 +132,12 @@ class EngineConfig:
     log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
+    #: Compute every step call by call instead of replaying a recorded one.
+    enforce_eager: bool = False
+    #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
+    cpu_bind: str | None = None
+    #: Keep on disk what was quantised while loading.
+    quantization_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,6 +307,20 @@ def to_threads(raw: Any) -> int:
     return to_int(raw.split(",")[0] if isinstance(raw, str) else raw)
 
 
+_CPUS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+_CPU_BIND = re.compile(rf"auto|none|nobind|numa:{_CPUS}|{_CPUS}(\|{_CPUS})*", re.ASCII)
+
+
+def to_cpu_bind(raw: Any) -> str:
+    """What ``kernels/cpu/topology.py`` takes; vLLM gives each rank a part, ``0-31|32-63``."""
+    if isinstance(raw, list | tuple):
+        raw = ",".join(map(str, raw))
+    text = re.sub(r"\s+", "", to_str(raw)).lower()
+    if not _CPU_BIND.fullmatch(text):
+        raise ValueError("")
+    return text
+
+
 def parse_json(text: str) -> Any:
     """Strict JSON; ValueError says at which character it fails."""
 
@@ -360,6 +374,7 @@ TYPES: Mapping[str, Callable[[Any], Any]] = {
     "gib": to_gib,
     "context": to_context,
     "threads": to_threads,
+    "cpu_bind": to_cpu_bind,
     "json": to_json,
     "json_or_str": to_json_or_str,
     "list": to_list,
@@ -377,6 +392,7 @@ EXPECTED: Mapping[str, str] = {
     "gib": "a size such as 8GiB, 40GB or a number of GiB",
     "context": "a number of tokens such as 8192, 8k or 1M, or auto, or auto:131072",
     "threads": "a whole number",
+    "cpu_bind": "auto, none, numa:0, or CPUs such as 0-15 or 0,2,4",
     "json": "a JSON object such as '{\"key\": 1}' (in single quotes, for the shell)",
     "json_or_str": "a JSON object or a word",
     "list": "one or more values, or a JSON list",

@@ -160,6 +160,7 @@ class Resolved:
                 seed=values["seed"],
                 generation_config=values["generation_config"],
                 max_logprobs=1_000_000 if values["max_logprobs"] == -1 else values["max_logprobs"],
+                quantization=values["quantization"],
             ),
             cache=CacheConfig(
                 block_size=values["block_size"],
@@ -176,6 +177,9 @@ class Resolved:
                 disable_log_stats=values["disable_log_stats"],
             ),
             cpu_threads=values["cpu_threads"],
+            enforce_eager=values["enforce_eager"],
+            cpu_bind=values["cpu_bind"],
+            quantization_cache=values["quantization_cache"],
         )
 
     def server_config(self) -> ServerConfig:

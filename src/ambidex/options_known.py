@@ -46,8 +46,8 @@ _LORA_LIMIT = "it only matters with --enable-lora"
 IMAGES = "models see text only, a request with images, audio or video gets a 400"
 _IMAGES_NO = ("inputs other than text are not built yet", "Send text only, and leave it out.")
 _QUANT = (
-    "computing with quantised weights is not built yet",
-    "Leave it out: a GGUF file is read as it is; for other formats serve the unquantised model.",
+    "settings of a quantisation are read from the checkpoint only",
+    "Leave it out: --quantization int8 or int4 quantises while loading.",
 )
 _TOOLS = (
     "parsing tool calls and reasoning out of answers is not built yet",
@@ -288,12 +288,6 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
         secret=True,
         harmless=(True,),
         harmless_reason="the hub's own login is used anyway",
-    ),
-    *refused(
-        "--quantization|-q",
-        *_QUANT,
-        harmless=("gguf", "auto"),
-        harmless_reason="a GGUF file says itself how it is quantised",
     ),
     *refused("--quantization-config", *_QUANT, "json"),
     *no_effect("--quantization-param-path", "the KV cache is not quantised"),

@@ -24,8 +24,17 @@ GROUPS = (MODEL, MEMORY, COMPUTE, LOGS, SERVER, OTHER)
 _FLOATS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
 _FLOATS |= {"float": "float32", "fp32": "float32"}
 _KV_QUANTISED = (
-    "a quantised KV cache is not built yet. Use --kv-cache-dtype bfloat16, or give fewer tokens "
-    "with --max-model-len."
+    "the KV cache is not kept in this type. Use --kv-cache-dtype bfloat16 or int8, or give fewer "
+    "tokens with --max-model-len."
+)
+_QUANTISED = (
+    "this form of weights is not supported. Use a GGUF file, an AWQ, GPTQ or bitsandbytes "
+    "checkpoint, or an unquantised checkpoint with --quantization int8 or int4."
+)
+_QUANTISED_FORMS = (
+    "*fp8* *fp4* *mxfp* modelopt* compressed-tensors torchao* quark* hqq* experts_int8 tpu_int8 "
+    "auto-round inc ipex marlin gptq_marlin_24 *bitblas moe_wna16 rtn aqlm squeezellm deepspeedfp "
+    "fp_quant petit_nvfp4 int8_* w8a8* w4a16*"
 )
 _NO_ACCELERATOR = "the CPU is the only lane, there is no accelerator"
 _NO_OFFLOAD = "there is no accelerator to offload from, every weight is in host memory already"
@@ -37,9 +46,7 @@ _LANE = (
     "only the CPU lane is built yet, and a lane that is absent is never replaced in silence. "
     "Leave the option out, or give cpu."
 )
-_PIN = "binding threads to cores is not built yet"
-_PIN_USE = "Start under `taskset -c 0-15` or numactl, which is respected, and give --cpu-threads."
-_UNBOUND = "threads run on every core that this process may use"
+_NUMA = "--cpu-bind says where threads run, nodes too"
 
 _MODEL_OPTIONS = (
     Option(
@@ -68,6 +75,32 @@ _MODEL_OPTIONS = (
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
         normal=_FLOATS,
         help="Type of the weights in memory: auto, half, float16, bfloat16, float32.",
+    ),
+    Option(
+        "--quantization",
+        WORKS,
+        dest="quantization",
+        aliases=("-q",),
+        group=MODEL,
+        default_help="what the files are",
+        choices=("int8", "int4", "awq", "bitsandbytes", "gguf", "gptq"),
+        normal={
+            **dict.fromkeys(("none", "null", "auto", ""), None),
+            "awq_marlin": "awq",
+            "gptq_marlin": "gptq",
+            "bnb": "bitsandbytes",
+        },
+        refused_values=dict.fromkeys(_QUANTISED_FORMS.split(), _QUANTISED),
+        help="int8 or int4: quantise while loading; awq, gptq ...: what the files must be.",
+    ),
+    Option(
+        "--quantization-cache",
+        WORKS,
+        type="flag",
+        dest="quantization_cache",
+        default=False,
+        group=MODEL,
+        help="Keep on disk what --quantization int8 or int4 makes, for the next start.",
     ),
     Option(
         "--max-model-len",
@@ -245,15 +278,16 @@ _MEMORY_OPTIONS = (
         dest="kv_cache_dtype",
         default="auto",
         group=MEMORY,
-        choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "half", "float"),
         normal=_FLOATS,
         refused_values={
             "*fp8*": _KV_QUANTISED,
-            "*int[0-9]*": _KV_QUANTISED,
+            "*int4*": _KV_QUANTISED,
+            "int8_*": _KV_QUANTISED,
             "*fp4*": _KV_QUANTISED,
             "turboquant*": _KV_QUANTISED,
         },
-        help="Type of the KV cache: auto (the model's), float32, float16, bfloat16.",
+        help="Type of the KV cache: auto (the model's), float32, float16, bfloat16, int8.",
     ),
     Option(
         "--kv-cache-memory-bytes",
@@ -325,6 +359,25 @@ _COMPUTE_OPTIONS = (
         env=("AMBIDEX_CPU_THREADS", "OMP_NUM_THREADS"),
         default_help="one per core of this process",
         help="Compute threads.",
+    ),
+    Option(
+        "--cpu-bind",
+        WORKS,
+        type="cpu_bind",
+        dest="cpu_bind",
+        group=COMPUTE,
+        env=("AMBIDEX_CPU_BIND", "VLLM_CPU_OMP_THREADS_BIND"),
+        default_help="auto",
+        help="Cores of the compute threads: 0-15, 0,2,4, numa:0, auto or none.",
+    ),
+    Option(
+        "--enforce-eager",
+        WORKS,
+        "flag",
+        dest="enforce_eager",
+        default=False,
+        group=COMPUTE,
+        help="Compute each step call by call instead of replaying a recorded one.",
     ),
 )
 
@@ -613,26 +666,20 @@ _HARDWARE_OPTIONS = (
         reason="handing a request to another machine is not built yet",
         replacement="Leave it out: this machine then decodes too.",
     ),
+    Option("--numa-bind", REFUSED, "flag", reason=_NUMA, replacement="Use --cpu-bind numa:0."),
     Option(
-        "--cpu-bind",
-        NO_EFFECT,
+        "--numa-bind-nodes",
+        REFUSED,
         "list",
-        aliases=("--numa-bind-cpus", "--numa-bind-nodes"),
-        refused_values={"*[0-9]*": f"{_PIN}. {_PIN_USE}"},
-        reason=_UNBOUND,
-    ),
-    Option("--numa-bind", REFUSED, "flag", reason=_PIN, replacement=_PIN_USE),
-    Option(
-        "VLLM_CPU_OMP_THREADS_BIND",
-        NO_EFFECT,
-        refused_values={"*[0-9]*": f"{_PIN}. {_PIN_USE}"},
-        reason=_UNBOUND,
+        reason=_NUMA,
+        replacement="Use --cpu-bind numa:0.",
     ),
     Option(
-        "--enforce-eager",
-        NO_EFFECT,
-        "flag",
-        reason="every step runs eagerly, nothing is captured",
+        "--numa-bind-cpus",
+        REFUSED,
+        "list",
+        reason=_NUMA,
+        replacement="Use --cpu-bind 0-15.",
     ),
 )
 

@@ -49,6 +49,7 @@ KNOWN_VARIABLES: tuple[Option, ...] = (
         default_help="the best that was tested",
         help="Instruction-set level of the native kernels: generic, v3, v4 or v4_vnni.",
     ),
+    Option("AMBIDEX_NATIVE_DIR", WORKS, help="Folder with another build of the native kernels."),
     Option("AMBIDEX_TORCH", WORKS, help="cpu, default or skip: which torch the set-up installs."),
     Option("HF_HOME", WORKS, help="Folder of the hub's files."),
     Option("HF_HUB_OFFLINE", WORKS, help="1: no connection to the hub is opened."),

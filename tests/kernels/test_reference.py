@@ -198,7 +198,17 @@ def test_every_activation_is_exact() -> None:
 def test_rope(head_dim: int, width: int) -> None:
     x, angles = normal(101, 3, head_dim), normal(101, width, seed=1) * 9
     cos, sin = angles.cos(), angles.sin()
-    y = check_rows(reference.rope, x, cos, sin)
+
+    def turn(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query, key = reference.rope(part, part + 1, cos, sin, torch.arange(len(part)))
+        again, _ = reference.rope(part + 1, part, cos, sin, torch.arange(len(part)))
+        assert torch.equal(key, again)
+        return query
+
+    y = check_rows(turn, x, cos, sin)
+    shuffled = torch.randperm(101)
+    query, _ = reference.rope(x[shuffled], x[shuffled], cos, sin, shuffled)
+    assert torch.equal(query, y[shuffled])
     turned = (
         torch.view_as_complex(torch.stack([x[..., :width], x[..., width : 2 * width]], -1))
         * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -357,7 +367,7 @@ class Sequences:
                 table[:gone] = [NO_BLOCK] * gone
                 first = gone * block_size
             earlier = slice(first, chunk.start)
-            reference.write_kv(
+            reference.store_kv(
                 self.key[chunk.sequence][earlier],
                 self.value[chunk.sequence][earlier],
                 cache,
@@ -376,13 +386,14 @@ class Sequences:
             query_starts=starts,
             context_lens=[chunks[i].end for i in order],
             block_tables=tables,
-            slots=torch.cat(slots),
         )
         query, key, value = (
             torch.cat([x[chunks[i].sequence][part] for i, part in zip(order, rows, strict=True)])
             for x in (self.query, self.key, self.value)
         )
-        reference.write_kv(key, value, cache, metadata.slots)
+        reference.write_kv(key, value, cache, metadata)
+        written = reference._slots(metadata)
+        assert torch.equal(written, torch.cat(slots))
         kept = query.clone()
         result = reference.attention(query, cache, metadata, shape.scale, shape.softcap)
         assert torch.equal(query, kept)
@@ -512,7 +523,7 @@ def test_many_decodes_of_one_step_are_exact() -> None:
 def test_write_kv(dtype: torch.dtype) -> None:
     cache = tuple(torch.zeros(2, 40, 8, dtype=dtype) for _ in range(2))
     key, value, slots = normal(5, 2, 8), normal(5, 2, 8, seed=1), torch.tensor([7, 39, 0, 12, 3])
-    reference.write_kv(key, value, cache, slots)
+    reference.store_kv(key, value, cache, slots)
     for store, new in zip(cache, (key, value), strict=True):
         assert torch.equal(store[:, slots], new.transpose(0, 1).to(dtype))
         rest = [slot for slot in range(40) if slot not in slots.tolist()]
@@ -525,7 +536,7 @@ def test_stored_values_are_finite(dtype: torch.dtype) -> None:
     keeps its NaN, so that the request itself still fails."""
     cache = (torch.zeros(1, 16, 4, dtype=dtype), torch.zeros(1, 16, 4, dtype=dtype))
     new = torch.tensor([[[float("nan"), float("inf"), -float("inf"), 1e30]]])
-    reference.write_kv(new, new, cache, torch.tensor([3]))
+    reference.store_kv(new, new, cache, torch.tensor([3]))
     key, value = (store[0, 3].float() for store in cache)
     assert key.isnan()[0]
     assert value.isfinite().all()
@@ -537,7 +548,7 @@ def test_packed_weights(width: int, num_out: int) -> None:
     """A packed weight gives the same product, and a row's bits depend on that row alone: for all
     numbers of rows and threads, though its layout was chosen for one of them."""
     x, weight = normal(530, width), normal(num_out, width, seed=1)
-    packed = reference.pack_weight(weight.clone())
+    packed = reference.pack(weight.clone())
     torch.set_num_threads(1)
     whole = reference.linear(x, packed)
     expected = (x.double() @ weight.double().T).float()
@@ -551,4 +562,4 @@ def test_packed_weights(width: int, num_out: int) -> None:
 
 def test_only_float32_matrices_are_packed() -> None:
     for weight in (normal(64, 64).bfloat16(), normal(8, 64)):
-        assert reference.pack_weight(weight) is weight
+        assert reference.pack(weight) is weight

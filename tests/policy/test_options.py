@@ -168,6 +168,9 @@ def test_defaults_are_those_of_the_configuration() -> None:
         ("--log-level warn", "log.level", "WARNING"),
         ("--log-format json", "log.format", "json"),
         ("--cpu-threads 3", "cpu_threads", 3),
+        ("--cpu-bind 0-15", "cpu_bind", "0-15"),
+        ("--cpu-bind 0,2,4", "cpu_bind", "0,2,4"),
+        ("--cpu-bind NUMA:0", "cpu_bind", "numa:0"),
     ],
 )
 def test_engine_options(line: str, field: str, value: Any) -> None:
@@ -251,6 +254,8 @@ def test_unknown_options_name_the_nearest(line: str, nearest: str) -> None:
         ("--shutdown-timeout inf", "not finite"),
         ("--dtype float64", "must be one of auto, float32"),
         ("--cpu-threads 0", "between 1 and 1024 (threads)"),
+        ("--cpu-bind everywhere", "auto, none, numa:0, or CPUs such as 0-15"),
+        ("--cpu-bind 0-", "auto, none, numa:0, or CPUs such as 0-15"),
         ("--hf-overrides '{a: 1}'", "character 2"),
         ("--hf-overrides '[1]'", "must be a JSON object"),
         ("--hf-overrides '{\"a\": NaN}'", "NaN is no JSON"),
@@ -349,15 +354,12 @@ def test_an_option_given_twice_says_so() -> None:
         "--num-gpu-blocks 0",
         "--prefill-device cpu",
         "--decode-device auto",
-        "--cpu-bind auto",
         "-O3",
         "-O 3",
         "-O.level=3",
         "-cc.cudagraph_mode NONE",
         "--compilation-config '{\"level\": 3}'",
         "--cudagraph-capture-sizes 1 2 4",
-        "--quantization None",
-        "--quantization gguf",
         "--task generate",
         "--speculative-config null",
         "--num-speculative-tokens 0",
@@ -388,11 +390,13 @@ def test_no_effect_is_one_line(line: str) -> None:
         ("--prefill-device gpu", "only the CPU lane is built"),
         ("--decode-device cuda:0", "only the CPU lane is built"),
         ("--decode-url http://x", "another machine is not built yet"),
-        ("--cpu-bind 0-15", "taskset"),
+        ("--numa-bind", "Use --cpu-bind numa:0"),
+        ("--numa-bind-nodes 0 1", "Use --cpu-bind numa:0"),
+        ("--numa-bind-cpus 0-3 4-7", "Use --cpu-bind 0-15"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype bfloat16"),
         ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype bfloat16"),
         ("--quantization fp8", "unquantised"),
-        ("-q awq", "unquantised"),
+        ("--quantization-config '{\"a\": 1}'", "--quantization int8"),
         ('--speculative-config \'{"model": "d"}\'', "speculative decoding is not built"),
         ("--speculative-config.model d", "speculative decoding is not built"),
         ("--enable-lora", "Merge the adapter"),
@@ -481,8 +485,10 @@ def test_variables_of_vllm_and_its_neighbours() -> None:
         assert name in text
     for name in ("USAGE", "SERVICE", "TCP", "CACHE", "HF_HOME", "PATH", "API_KEY"):
         assert name not in text
-    assert "taskset" in failure("m", {"VLLM_CPU_OMP_THREADS_BIND": "0-29"})
-    assert "no effect" in serve("m", {"VLLM_CPU_OMP_THREADS_BIND": "auto"}).notes[0]
+    for text in ("auto", "nobind", "0-29", "0-31|32-63"):
+        resolved = serve("m", {"VLLM_CPU_OMP_THREADS_BIND": text})
+        assert resolved.engine_config().cpu_bind == text
+        assert not resolved.notes
 
 
 def test_keys_are_never_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import gguf
 import pytest
 import torch
 import transformers
+
+# Lets the tests of this folder import ``quantised_checkpoints``, which lies beside them.
+sys.path.insert(0, str(Path(__file__).parent))
 
 SIZES = {
     "hidden_size": 64,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ambidex.kernels.table import Kernels
     from ambidex.memory.ledger import Ledger
 
 
@@ -20,8 +20,8 @@ class Device(Protocol):
     num_threads: int
 
     @property
-    def kernels(self) -> ModuleType:
-        """The kernel table: a module with the functions of ``kernels/reference.py``."""
+    def kernels(self) -> Kernels:
+        """The kernel table: the operations that layers are made of."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory; the caller holds a reservation for it."""

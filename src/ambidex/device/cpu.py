@@ -4,40 +4,82 @@ from __future__ import annotations
 
 import math
 import os
-from types import ModuleType
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ambidex.errors import OptionError
 from ambidex.kernels import reference
+from ambidex.kernels.cpu.levels import choose_level, recorded_levels
+from ambidex.kernels.cpu.topology import plan_threads
+from ambidex.kernels.table import Kernels
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
 
+#: Kernel tables of this device.
+KERNELS = ("native", "reference")
+
 
 def default_num_threads() -> int:
-    """Compute threads: one a core that this process may use (its affinity mask)."""
-    if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere the whole machine
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Compute threads where nobody gives a number; see ``plan_threads``."""
+    return plan_threads(None, None, os.environ).num_threads
 
 
 class CPUDevice:
-    """The CPU lane's device: host memory, reference kernels."""
+    """The CPU lane's device: host memory and a kernel table.
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    ``cpus``: where its threads run, see ``ThreadPlan``; empty: anywhere. ``kernels``: native, or
+    reference (plain PyTorch); None: what AMBIDEX_CPU_KERNELS names.
+    """
+
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        cpus: Sequence[int] = (),
+        kernels: str | None = None,
+    ) -> None:
         self.name = "cpu"
         self.ledger = Ledger("host", host_capacity_bytes())
         self.num_threads = num_threads or default_num_threads()
+        self.cpus = tuple(cpus)
+        #: Sentences that the user should read once.
+        self.notes: list[str] = []
+        chosen = kernels or os.environ.get("AMBIDEX_CPU_KERNELS") or "native"
+        if chosen not in KERNELS:
+            raise OptionError(
+                f"AMBIDEX_CPU_KERNELS={chosen} is not known; choose one of {', '.join(KERNELS)}."
+            )
+        self._is_native = chosen == "native"
         self.prepare_thread()
+        self._kernels = self._make_native(cpus) if self._is_native else cast(Kernels, reference)
+
+    def _make_native(self, cpus: Sequence[int]) -> Kernels:
+        from ambidex.kernels.cpu.library import load
+        from ambidex.kernels.native import NativeKernels
+
+        level, note = choose_level(
+            load().supported_levels(), recorded_levels(), os.environ.get("AMBIDEX_CPU_LEVEL")
+        )
+        if note:
+            self.notes.append(note)
+        return cast(Kernels, NativeKernels(self.num_threads, cpus, level))
 
     @property
-    def kernels(self) -> ModuleType:
-        return reference
+    def kernels(self) -> Kernels:
+        return self._kernels
 
     def prepare_thread(self) -> None:
-        # PyTorch keeps the number of threads per calling thread.
-        torch.set_num_threads(self.num_threads)
+        if self.cpus and hasattr(os, "sched_setaffinity"):
+            # The calling thread is the first of the group; PyTorch's threads inherit their places.
+            own = self.cpus[:1] if self._is_native else self.cpus
+            os.sched_setaffinity(0, own)
+        # PyTorch keeps the number of threads per calling thread. Beside a native table it gets
+        # one: two pools on the same cores would fight.
+        torch.set_num_threads(1 if self._is_native else self.num_threads)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 #: Attention reduces over tiles of this many tokens at absolute positions, on every device.
 TILE = 64
@@ -23,9 +20,9 @@ COLUMN_PAD = 16
 PANEL = 64
 
 
-def padded(num_rows: int) -> int:
-    """``num_rows`` rounded up to a multiple of :data:`ROW_PAD`."""
-    return -(-num_rows // ROW_PAD) * ROW_PAD
+def padded(num_rows: int, multiple: int = ROW_PAD) -> int:
+    """``num_rows`` rounded up to a ``multiple``."""
+    return -(-num_rows // multiple) * multiple
 
 
 @dataclass(slots=True)
@@ -43,7 +40,9 @@ class AttentionMetadata:
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
-    #: [num_tokens] int64: block * block_size + offset, where each row's key and value are written.
-    slots: Tensor
+    #: Index of the KV group.
+    group: int = 0
     #: What a kernel table derives from the above once a step and uses in every layer.
     derived: dict[str, Any] = field(default_factory=dict)
+    #: Which KV group it is.
+    group: int = 0

@@ -7,6 +7,7 @@ kernel tables turn it into a layout of their own and keep only that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class Quantized:
 
     def rows(self, start: int, end: int) -> Quantized:
         """Rows ``start`` to ``end`` alone, sharing memory."""
-        cut = {
+        cut: dict[str, Any] = {
             field: None if value is None else value[start:end]
             for field in _BY_ROW
             for value in (getattr(self, field),)
@@ -200,7 +201,7 @@ def concatenate(parts: list[Quantized]) -> Quantized | None:
             same = same and (a is None) == (b is None) and (a is None or a.dtype == b.dtype)
         if not same:
             return None
-    joined = {
+    joined: dict[str, Any] = {
         field: None
         if getattr(first, field) is None
         else torch.cat([getattr(part, field) for part in parts])

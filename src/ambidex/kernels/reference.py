@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,20 @@ from torch import Tensor
 from ambidex.kernels.metadata import (
     COLUMN_PAD,
     PANEL,
+    ROW_PAD,
     TILE,
     AttentionMetadata,
     padded,
 )
+from ambidex.kernels.quantized import Quantized
 from ambidex.kernels.reference_plan import make_plan, unit_size
 
 name = "reference"
+
+#: Rows of a batch are padded to a multiple of this.
+row_pad = ROW_PAD
+#: This table has no recording of steps.
+can_record = False
 
 # PyTorch's elementwise operations: elements that one more thread is worth, and elements of the
 # widest loop of vectors (what does not fill one goes through the scalar version).
@@ -112,8 +119,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def packs(num_out: int, dtype: torch.dtype) -> bool:
-    """Whether :func:`pack_weight` has another form for weights of this size and type."""
+def packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes that :func:`pack` holds for a matrix of numbers."""
+    return shape[0] * shape[1] * dtype.itemsize
+
+
+def _has_packed_form(num_out: int, dtype: torch.dtype) -> bool:
     return (
         dtype is torch.float32
         and num_out >= PANEL
@@ -122,24 +133,59 @@ def packs(num_out: int, dtype: torch.dtype) -> bool:
     )
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack(weight: Tensor | Quantized) -> Tensor:
     """A ``weight`` [out, in] in the form that :func:`linear` multiplies fastest.
 
     On x86 that is oneDNN's own layout, opaque and of the same size: the library else rearranges
     the weight in every call, which takes longer than the product with few rows. The results are
-    as exact, though not the same bits as unpacked. Other weights are returned as they are.
+    as exact, though not the same bits as unpacked. Low-bit matrices become float32.
     """
-    if not packs(weight.shape[0], weight.dtype):
-        return weight
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    table = pack_table(weight)
+    if not _has_packed_form(table.shape[0], table.dtype):
+        return table
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(table, _PACKED_FOR_ROWS)
     return packed
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [n, out].
+def pack_table(weight: Tensor | Quantized) -> Tensor:
+    """A table that :func:`embedding` reads rows of."""
+    return weight.dequantise() if isinstance(weight, Quantized) else weight
 
-    ``weight`` may come from :func:`pack_weight`.
-    """
+
+def pack_head(table: Tensor) -> Tensor:
+    """What :func:`linear` multiplies with where the head is tied to an embedding's ``table``: a
+    second, packed copy."""
+    return pack(table)
+
+
+def head_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes that :func:`pack_head` takes beside the table."""
+    return packed_bytes(shape, dtype) if _has_packed_form(shape[0], dtype) else 0
+
+
+def pack_parts(parts: Sequence[Tensor | Quantized]) -> Tensor:
+    """:func:`pack` of the rows of all ``parts``, one below the other."""
+    tables = [pack_table(part) for part in parts]
+    if len({table.dtype for table in tables}) > 1:
+        tables = [table.float() for table in tables]
+    return pack(tables[0] if len(tables) == 1 else torch.cat(tables))
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out], plus ``residual``
+    [n, out]: [n, out]. ``weight`` may come from :func:`pack`."""
+    out = _linear(x, weight, bias)
+    return out if residual is None else residual + out
+
+
+def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """``activation(gate) * up``, where ``weight`` [2 * width, in] has the gate's rows first."""
+    return activate_and_multiply(_linear(x, weight, bias), activation)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows, num_out = x.shape[0], weight.shape[0]
     x = _pad_rows(x)
     if weight.is_mkldnn:
@@ -161,16 +207,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[:num_rows]
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows ``token_ids`` [n] of ``weight`` [vocab, width], widened: [n, width] float32."""
-    return weight.index_select(0, token_ids).float()
+def embedding(token_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows ``token_ids`` [n] of ``weight`` [vocab, width], times ``scale``: [n, width] float32."""
+    rows = weight.index_select(0, token_ids).float()
+    return rows if scale == 1.0 else rows * scale
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` along the last dimension."""
+def position_rows(table: Tensor, positions: Tensor) -> Tensor:
+    """Rows ``positions`` [n] of ``table`` [m, width] float32."""
+    return table.index_select(0, positions)
+
+
+def take_logit_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Those ``rows`` of ``x`` [n, width], from which logits are computed."""
+    return x[list(rows)]
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``."""
+    return x + y
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` along the last dimension, plus
+    ``residual``."""
     variance = (x * x).mean(-1, keepdim=True)
     scaled = x * torch.rsqrt(variance + eps)
-    return scaled * (weight + offset if offset else weight)
+    out = scaled * (weight + offset if offset else weight)
+    return out if residual is None else residual + out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -183,12 +253,19 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out if bias is None else out + bias
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``2 * width`` channels of ``x`` [n, heads, head_dim].
+def rope(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first ``2 * width`` channels of ``query`` and ``key`` [n, heads, head_dim].
 
-    ``cos`` and ``sin`` are [n, width]; channel ``i`` turns together with ``i + width``. The other
-    channels pass.
+    ``cos`` and ``sin`` are [positions, width], of which the rows ``positions`` [n] count; channel
+    ``i`` turns together with ``i + width``. The other channels pass.
     """
+    cos, sin = cos[positions], sin[positions]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :width], x[..., width : 2 * width]
@@ -255,9 +332,24 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return _elementwise(lambda part: torch.tanh(part / cap) * cap, x)
 
 
-def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Store ``key`` and ``value`` [n, kv_heads, head_dim] at ``slots`` [n] of a layer's cache
-    (two tensors [kv_heads, num_slots, head_dim], any float dtype)."""
+def kv_layout(
+    num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of a layer's KV cache: keys, then values."""
+    return [((num_kv_heads, num_slots, head_dim), dtype)] * 2
+
+
+def write_kv(
+    key: Tensor, value: Tensor, cache: tuple[Tensor, ...], metadata: AttentionMetadata
+) -> None:
+    """Store ``key`` and ``value`` [n, kv_heads, head_dim] in a layer's cache, where the metadata's
+    block tables say; rows beyond the last sequence are padding."""
+    slots = _slots(metadata)
+    store_kv(key[: len(slots)], value[: len(slots)], cache, slots)
+
+
+def store_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], slots: Tensor) -> None:
+    """Store ``key`` and ``value`` [n, kv_heads, head_dim] at ``slots`` [n] of a layer's cache."""
     key_store, value_store = cache
     key_store.index_copy_(1, slots, key.transpose(0, 1).to(key_store.dtype))
     # A value that is not finite would reach others: a weight of zero times NaN is NaN, and blocks
@@ -266,9 +358,23 @@ def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], slots: Te
     value_store.index_copy_(1, slots, finite)
 
 
+def _slots(metadata: AttentionMetadata) -> Tensor:
+    """block * block_size + offset, where each row's key and value are written: [n] int64."""
+    slots: Tensor | None = metadata.derived.get("slots")
+    if slots is None:
+        size, parts = metadata.block_size, [torch.empty(0, dtype=torch.int64)]
+        for index, table in enumerate(metadata.block_tables):
+            count = metadata.query_starts[index + 1] - metadata.query_starts[index]
+            end = metadata.context_lens[index]
+            where = torch.arange(end - count, end)
+            parts.append(torch.tensor(table)[where // size] * size + where % size)
+        slots = metadata.derived["slots"] = torch.cat(parts)
+    return slots
+
+
 def attention(
     query: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     metadata: AttentionMetadata,
     scale: float,
     softcap: float = 0.0,
@@ -365,19 +471,19 @@ def route_experts(
 
 def moe(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
     weights: Tensor,
     experts: Tensor,
     activation: str,
 ) -> Tensor:
-    """Mixture of experts: ``x`` [n, hidden]; ``gate_up`` [experts, 2 * width, hidden]; ``down``
-    [experts, hidden, width]; routing from :func:`route_experts`. Experts are added in index
+    """Mixture of experts: ``x`` [n, hidden]; a matrix an expert, ``gate_up`` [2 * width, hidden]
+    and ``down`` [hidden, width]; routing from :func:`route_experts`. Experts are added in index
     order, so a row's sum does not depend on the others."""
     out = torch.zeros_like(x)
     for expert in torch.unique(experts).tolist():
         rows, choice = torch.where(experts == expert)
-        hidden = activate_and_multiply(linear(_pad_rows(x[rows]), gate_up[expert]), activation)
+        hidden = gated_linear(_pad_rows(x[rows]), gate_up[expert], activation)
         result = linear(hidden, down[expert])[: rows.shape[0]]
         out[rows] += result * weights[rows, choice][:, None]
     return out

@@ -29,6 +29,8 @@ class Kernels(Protocol):
     name: str
     #: Rows of a batch are padded to a multiple of this.
     row_pad: int
+    #: Whether a step can be recorded and replayed; see ``kernels/cpu/recording.py``.
+    can_record: bool
     ACTIVATIONS: Mapping[str, Any]
 
     def pack(self, weight: Tensor | Quantized) -> Weight:
@@ -36,6 +38,18 @@ class Kernels(Protocol):
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that :meth:`pack` holds for a matrix of numbers."""
+
+    def pack_table(self, weight: Tensor | Quantized) -> Weight:
+        """A table whose rows :meth:`embedding` reads."""
+
+    def pack_head(self, table: Weight) -> Weight:
+        """What :meth:`linear` multiplies with where the head is tied to an embedding's table."""
+
+    def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes that :meth:`pack_head` takes beside the table."""
+
+    def pack_parts(self, parts: Sequence[Tensor | Quantized]) -> Weight:
+        """:meth:`pack` of the rows of all ``parts``, one below the other; forms may differ."""
 
     def linear(
         self,
@@ -53,6 +67,9 @@ class Kernels(Protocol):
 
     def embedding(self, token_ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows ``token_ids`` of the matrix, times ``scale``."""
+
+    def position_rows(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Rows ``positions`` of a float32 table."""
 
     def rms_norm(
         self,

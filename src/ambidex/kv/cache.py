@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """Keys and values of every layer, [kv_heads, (num_blocks + 1) * block_size, head_dim] each.
+    """Keys and values of every layer, [kv_heads, (num_blocks + 1) * block_size, head_dim] each or
+    the like: the kernel table says how.
 
-    The last block of a group is never allocated: it stays zero, and kernels read it in place of
-    positions that must not be seen.
+    The last block of a group is never allocated: it stays zero, and kernels may read it in place
+    of positions that must not be seen.
     """
 
     def __init__(
@@ -32,16 +33,18 @@ class KVCache:
         self.groups = tuple(groups)
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
         self._group_of: dict[int, int] = {}
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
-            shape = (group.num_kv_heads, (count + 1) * block_size, group.head_dim)
+            layout = device.kernels.kv_layout(
+                group.num_kv_heads, (count + 1) * block_size, group.head_dim, dtype
+            )
             for layer in group.layers:
-                self._layers[layer] = (device.zeros(shape, dtype), device.zeros(shape, dtype))
+                self._layers[layer] = tuple(device.zeros(*part) for part in layout)
                 self._group_of[layer] = index
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values."""
+    def layer(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's keys and values, as the kernel table lays them out."""
         return self._layers[layer]
 
     def group_of(self, layer: int) -> int:

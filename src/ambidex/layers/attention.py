@@ -36,6 +36,5 @@ class Attention(Module):
         """[n, heads, head_dim], twice [n, kv_heads, head_dim]: [n, heads * head_dim]."""
         cache = batch.kv_cache.layer(self.layer)
         metadata = batch.attention[batch.kv_cache.group_of(self.layer)]
-        num = batch.num_tokens
-        self._kernels.write_kv(key[:num], value[:num], cache, metadata.slots)
+        self._kernels.write_kv(key, value, cache, metadata)
         return self._kernels.attention(query, cache, metadata, self.scale, self.softcap)

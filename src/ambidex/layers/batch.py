@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ambidex.kernels.metadata import AttentionMetadata
@@ -18,7 +18,7 @@ class Batch:
     """Tokens of all requests of a step, one after the other.
 
     ``token_ids`` and ``positions`` are [padded] int64: ``num_tokens`` real rows, then rows that
-    round the count up to a multiple of 8 (token 0 at position 0; they write no KV).
+    round the count up to what the kernel table asks for (token 0 at position 0; they write no KV).
     """
 
     token_ids: Tensor
@@ -29,5 +29,3 @@ class Batch:
     attention: list[AttentionMetadata]
     #: Largest position, so that position tables can grow without asking the device.
     max_position: int
-    #: Rotations of this step by frequency table, filled in by ``layers/rope.py``.
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ambidex.layers.module import BuildContext, Module, Parameter
+from ambidex.layers.module import BuildContext, Matrix, Module, Parameter, Table
 
 
 class Embedding(Module):
-    """Rows of a table: [n] ids to [n, width]."""
+    """Rows of a table, times ``scale``: [n] ids to [n, width]."""
 
-    def __init__(self, context: BuildContext, num_rows: int, width: int) -> None:
+    def __init__(
+        self, context: BuildContext, num_rows: int, width: int, *, scale: float = 1.0
+    ) -> None:
         self._kernels = context.device.kernels
-        self.weight = Parameter((num_rows, width), context.dtype)
+        self.weight = Table(self._kernels, (num_rows, width), context.dtype)
+        self.scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self._kernels.embedding(token_ids, self.weight.data)
+        return self._kernels.embedding(token_ids, self.weight.data, self.scale)
+
+
+class LearnedPositions(Module):
+    """A row a position, added to the embedding. ``skip``: rows of the checkpoint's table that
+    stand before position 0."""
+
+    def __init__(
+        self, context: BuildContext, num_positions: int, width: int, *, skip: int = 0
+    ) -> None:
+        self._kernels = context.device.kernels
+        self.weight = Parameter((num_positions + skip, width), torch.float32)
+        self._skip = skip
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return self._kernels.position_rows(self.weight.data[self._skip :], positions)
 
 
 class LMHead(Module):
@@ -34,16 +53,13 @@ class LMHead(Module):
         self._tied_to = (tied_to,) if tied_to is not None else ()
         self._softcap = softcap
         if tied_to is None:
-            self.weight = Parameter(
-                (vocab_size, width), context.dtype, pack=self._kernels.pack_weight
-            )
-        elif self._kernels.packs(vocab_size, context.dtype):
-            tied_to.weight.pack_beside(self._kernels.pack_weight)
+            self.weight = Matrix(self._kernels, (vocab_size, width), context.dtype)
+        else:
+            tied_to.weight.has_head = True
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        weight = self._tied_to[0].weight if self._tied_to else self.weight
-        table = weight.data if weight.packed is None else weight.packed
-        logits = self._kernels.linear(hidden, table)
+        weight = self._tied_to[0].weight.head if self._tied_to else self.weight.data
+        logits = self._kernels.linear(hidden, weight)
         if self._softcap:
             logits = self._kernels.softcap(logits, self._softcap)
         return logits

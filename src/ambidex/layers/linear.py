@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ambidex.layers.module import BuildContext, Module, Parameter
+from ambidex.layers.module import BuildContext, Matrix, Module, Parameter
 
 
 class Linear(Module):
-    """``x @ weight.T + bias``: [n, in_features] to [n, out_features].
+    """``x @ weight.T + bias (+ residual)``: [n, in_features] to [n, out_features].
 
     ``out_features`` may be a mapping of part names to sizes: several projections of the same
     input, computed by one product and loaded from several checkpoint tensors.
@@ -32,11 +32,14 @@ class Linear(Module):
             parts[name] = (total, size)
             total += size
         self.out_features = total
-        self.weight = Parameter(
-            (total, in_features), context.dtype, parts, pack=self._kernels.pack_weight
-        )
+        self.weight = Matrix(self._kernels, (total, in_features), context.dtype, parts)
         self.bias = Parameter((total,), torch.float32, parts) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         bias = self.bias.data if self.bias is not None else None
-        return self._kernels.linear(x, self.weight.data, bias)
+        return self._kernels.linear(x, self.weight.data, bias, residual)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """``activation(gate) * up``, the parts being a gate and an up projection."""
+        bias = self.bias.data if self.bias is not None else None
+        return self._kernels.gated_linear(x, self.weight.data, activation, bias)

@@ -21,7 +21,7 @@ def check_activation(context: BuildContext, activation: str) -> str:
 
 
 class GatedMLP(Module):
-    """``down(activation(gate(x)) * up(x))``, gate and up in one product."""
+    """``down(activation(gate(x)) * up(x))``, gate and up in one product; plus a residual."""
 
     def __init__(
         self,
@@ -32,18 +32,17 @@ class GatedMLP(Module):
         *,
         bias: bool = False,
     ) -> None:
-        self._kernels = context.device.kernels
         self.activation = check_activation(context, activation)
         sizes = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up = Linear(context, hidden_size, sizes, bias=bias)
         self.down = Linear(context, intermediate_size, hidden_size, bias=bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._kernels.activate_and_multiply(self.gate_up(x), self.activation))
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.down(self.gate_up.gated(x, self.activation), residual)
 
 
 class MLP(Module):
-    """``down(activation(up(x)))``."""
+    """``down(activation(up(x)))``, plus a residual."""
 
     def __init__(
         self,
@@ -59,5 +58,5 @@ class MLP(Module):
         self.up = Linear(context, hidden_size, intermediate_size, bias=bias)
         self.down = Linear(context, intermediate_size, hidden_size, bias=bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._kernels.activate(self.up(x), self.activation))
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.down(self._kernels.activate(self.up(x), self.activation), residual)

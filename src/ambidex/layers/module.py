@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ambidex.errors import InvalidModelError
-from ambidex.kv.block import KVGroup
+from ambidex.kernels.quantized import Quantized
+from ambidex.kv.block import BLOCK_SIZES, KVGroup
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
+    from ambidex.kernels.table import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,12 @@ class BuildContext:
     max_model_len: int
     attention: list[AttentionSpec] = field(default_factory=list)
 
+    def _layer_bytes(self, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> int:
+        """Bytes a token of one layer's KV cache."""
+        slots = min(BLOCK_SIZES)
+        layout = self.device.kernels.kv_layout(num_kv_heads, slots, head_dim, kv_dtype)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) // slots
+
     def kv_groups(self, kv_dtype: torch.dtype) -> list[KVGroup]:
         """Layers of one shape and window share a block table."""
         by_shape: dict[tuple[int | None, int, int], list[int]] = {}
@@ -48,7 +57,7 @@ class BuildContext:
                 num_kv_heads=heads,
                 head_dim=head_dim,
                 window=window,
-                bytes_per_token=2 * len(layers) * heads * head_dim * kv_dtype.itemsize,
+                bytes_per_token=len(layers) * self._layer_bytes(heads, head_dim, kv_dtype),
             )
             for (window, heads, head_dim), layers in by_shape.items()
         ]
@@ -58,8 +67,17 @@ class BuildContext:
 WHOLE = "*"
 
 
+def weight_bytes(weight: Any) -> int:
+    """Bytes of a tensor, of a kernel table's weight, or of a list of them."""
+    if isinstance(weight, list):
+        return sum(weight_bytes(item) for item in weight)
+    if isinstance(weight, Tensor):
+        return weight.numel() * weight.dtype.itemsize
+    return int(weight.num_bytes)
+
+
 class Parameter:
-    """A weight: shape and dtype from the start, memory once it is loaded.
+    """A vector or table: shape and dtype from the start, memory once it is loaded.
 
     ``parts`` names slices of the first dimension that come from different checkpoint tensors,
     for example q, k and v of one fused projection: name -> (first row, rows). A tensor for
@@ -67,17 +85,8 @@ class Parameter:
     columns] for experts that lie below each other.
     """
 
-    __slots__ = (
-        "_filled",
-        "_pack",
-        "_pack_beside",
-        "data",
-        "dtype",
-        "packed",
-        "parts",
-        "shape",
-        "stacked",
-    )
+    #: Whether kernels multiply with it in low bits, where the checkpoint or the user says so.
+    is_matrix = False
 
     def __init__(
         self,
@@ -85,31 +94,23 @@ class Parameter:
         dtype: torch.dtype,
         parts: Mapping[str, tuple[int, int]] | None = None,
         stacked: tuple[int, ...] | None = None,
-        pack: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.stacked = stacked or shape
         self.parts = dict(parts or {"": (0, shape[0])})
-        self.data: Tensor = torch.empty(0)
-        #: Rearranges the weight for its kernel, once it is whole.
-        self._pack = pack
-        self._pack_beside: Callable[[Tensor], Tensor] | None = None
-        #: A second form of the weight; see :meth:`pack_beside`.
-        self.packed: Tensor | None = None
+        self.data: Any = torch.empty(0)
         self._filled: set[str] = set()
 
     @property
     def num_bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count if self._pack_beside is None else 2 * count
+        """Bytes that it takes when it is held in its dtype."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def pack_beside(self, pack: Callable[[Tensor], Tensor]) -> None:
-        """Keep a packed copy beside the weight: an embedding is read by rows and, where the head
-        is tied to it, multiplied too."""
-        self._pack_beside = pack
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it takes, once it is loaded."""
+        return weight_bytes(self.data)
 
     @property
     def is_loaded(self) -> bool:
@@ -118,8 +119,8 @@ class Parameter:
     def missing_parts(self) -> list[str]:
         return [part for part in self.parts if part not in self._filled]
 
-    def load(self, device: Device, part: str, tensor: Tensor, name: str) -> None:
-        """Copy a checkpoint tensor to its place; raises InvalidModelError for a wrong shape."""
+    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
+        """Take a checkpoint tensor; raises InvalidModelError for a wrong shape."""
         if part == WHOLE:
             first, rows, expected = 0, self.shape[0], self.stacked
         elif part in self.parts:
@@ -135,14 +136,123 @@ class Parameter:
                 f"Tensor {name} has shape {list(tensor.shape)}; the configuration asks for "
                 f"{list(expected)}. The checkpoint and its config.json do not belong together."
             )
-        if not self._filled:
-            self.data = device.empty(self.shape, self.dtype)
-        self.data[first : first + rows].view(expected).copy_(tensor)
         self._filled.update(self.parts if part == WHOLE else (part,))
-        if self._pack is not None and self.is_loaded:
-            self.data = self._pack(self.data)
-        if self._pack_beside is not None and self.is_loaded:
-            self.packed = self._pack_beside(self.data)
+        self._take(device, part, first, rows, tensor)
+
+    def _take(
+        self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
+    ) -> None:
+        if isinstance(tensor, Quantized):
+            tensor = tensor.dequantise()
+        if not self.data.numel():
+            self.data = device.empty(self.shape, self.dtype)
+        self.data[first : first + rows].copy_(tensor)
+
+
+class Matrix(Parameter):
+    """What inputs are multiplied with: [out, in], in the layout of the device's kernels."""
+
+    is_matrix = True
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        parts: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(shape, dtype, parts)
+        self._kernels = kernels
+        self._waiting: dict[str, Tensor | Quantized] = {}
+
+    def _take(
+        self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
+    ) -> None:
+        # Kernels pack straight from the mapped file where it has the right type.
+        held = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
+        self._waiting[part] = held
+        if self.is_loaded:
+            order = [WHOLE] if WHOLE in self._waiting else list(self.parts)
+            self.data = self._pack([self._waiting[name] for name in order])
+            self._waiting.clear()
+
+    def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+        return self._kernels.pack_parts(parts)
+
+
+class Table(Matrix):
+    """Rows to look up, [rows, width]; with ``has_head``, a tied head multiplies with it too."""
+
+    def __init__(self, kernels: Kernels, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(kernels, shape, dtype)
+        self.has_head = False
+        #: What the head multiplies with.
+        self.head: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        rows, width = self.shape
+        extra = self._kernels.head_bytes((rows, width), self.dtype) if self.has_head else 0
+        return super().num_bytes + extra
+
+    @property
+    def held_bytes(self) -> int:
+        beside = self.has_head and self.head is not self.data
+        return super().held_bytes + (weight_bytes(self.head) if beside else 0)
+
+    def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+        table = self._kernels.pack_table(parts[0])
+        if self.has_head:
+            self.head = self._kernels.pack_head(table)
+        return table
+
+
+class Experts(Parameter):
+    """One matrix an expert: ``data`` is a list of them.
+
+    ``parts`` maps the parts of one expert to their rows; the checkpoint's parts are
+    ``{expert}.{part}``, or ``{expert}`` where there is one part.
+    """
+
+    is_matrix = True
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        num_experts: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        parts: Sequence[str] = ("",),
+    ) -> None:
+        rows = shape[0] // len(parts)
+        names = {
+            f"{expert}.{part}" if part else str(expert): (
+                expert * shape[0] + index * rows,
+                rows,
+            )
+            for expert in range(num_experts)
+            for index, part in enumerate(parts)
+        }
+        super().__init__((num_experts * shape[0], shape[1]), dtype, names, (num_experts, *shape))
+        self._kernels = kernels
+        self._expert_parts = tuple(parts)
+        self._waiting: dict[str, Tensor | Quantized] = {}
+        self.data = [None] * num_experts
+
+    def _take(
+        self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
+    ) -> None:
+        held = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
+        if part == WHOLE:
+            assert isinstance(held, Tensor)
+            self.data = [self._kernels.pack(matrix) for matrix in held]
+            return
+        self._waiting[part] = held
+        expert = part.partition(".")[0]
+        names = [f"{expert}.{name}" if name else expert for name in self._expert_parts]
+        if all(name in self._waiting for name in names):
+            parts = [self._waiting.pop(name) for name in names]
+            self.data[int(expert)] = self._kernels.pack_parts(parts)
 
 
 class Module:
@@ -154,6 +264,20 @@ class Module:
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         for name, value in vars(self).items():
             yield from _walk(f"{prefix}{name}", value)
+
+
+def submodules(module: object) -> Iterator[Module]:
+    """``module`` and all modules within, each once."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, Module) and id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            waiting.extend(vars(item).values())
 
 
 def _walk(path: str, value: object) -> Iterator[tuple[str, Parameter]]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ambidex.layers.linear import Linear
 from ambidex.layers.mlp import check_activation
-from ambidex.layers.module import BuildContext, Module, Parameter
+from ambidex.layers.module import BuildContext, Experts, Module
 
 
 class MoE(Module):
@@ -33,34 +33,16 @@ class MoE(Module):
         self.normalise = normalise
         width = intermediate_size
         self.router = Linear(context, hidden_size, num_experts)
-        self._shapes = ((num_experts, 2 * width, hidden_size), (num_experts, hidden_size, width))
-        self.gate_up = Parameter(
-            (num_experts * 2 * width, hidden_size),
-            context.dtype,
-            {
-                f"{expert}.{part}": ((2 * expert + index) * width, width)
-                for expert in range(num_experts)
-                for index, part in enumerate(("gate", "up"))
-            },
-            self._shapes[0],
+        self.gate_up = Experts(
+            self._kernels, num_experts, (2 * width, hidden_size), context.dtype, ("gate", "up")
         )
-        self.down = Parameter(
-            (num_experts * hidden_size, width),
-            context.dtype,
-            {str(e): (e * hidden_size, hidden_size) for e in range(num_experts)},
-            self._shapes[1],
-        )
+        self.down = Experts(self._kernels, num_experts, (hidden_size, width), context.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         weights, experts = self._kernels.route_experts(
             self.router(x), self.top_k, normalise=self.normalise
         )
-        gate_up, down = self._shapes
-        return self._kernels.moe(
-            x,
-            self.gate_up.data.view(gate_up),
-            self.down.data.view(down),
-            weights,
-            experts,
-            self.activation,
+        out = self._kernels.moe(
+            x, self.gate_up.data, self.down.data, weights, experts, self.activation
         )
+        return out if residual is None else self._kernels.add(residual, out)

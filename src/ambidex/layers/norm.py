@@ -19,8 +19,8 @@ class RMSNorm(Module):
         self.offset = offset
         self.weight = Parameter((width,), torch.float32)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self.weight.data, self.eps, self.offset)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self._kernels.rms_norm(x, self.weight.data, self.eps, self.offset, residual)
 
 
 class LayerNorm(Module):

@@ -27,25 +27,25 @@ class Rope(Module):
         self._kernels = context.device.kernels
         self._frequencies = frequencies
         self._factor = factor
-        self._cos = frequencies.new_empty(0, frequencies.shape[0])
-        self._sin = self._cos
+        self._num_ready = 0
+        # The whole tables' addresses stay; their pages are taken as they are filled.
+        num_chunks = -(-context.max_model_len // _CHUNK)
+        shape = (num_chunks * _CHUNK, frequencies.shape[0])
+        self._cos, self._sin = (context.device.empty(shape, torch.float32) for _ in range(2))
 
-    def _grow(self, num_positions: int) -> None:
-        while self._cos.shape[0] < num_positions:
-            first = self._cos.shape[0]
-            positions = torch.arange(first, first + _CHUNK, dtype=torch.float32)
+    def prepare(self, max_position: int) -> None:
+        """Fill in the tables up to ``max_position``; a step that is replayed needs this before."""
+        while self._num_ready <= max_position:
+            first, end = self._num_ready, self._num_ready + _CHUNK
+            positions = torch.arange(first, end, dtype=torch.float32)
             angles = torch.outer(positions, self._frequencies).double()
-            cos, sin = ((f(angles) * self._factor).float() for f in (torch.cos, torch.sin))
-            self._cos = torch.cat([self._cos, cos])
-            self._sin = torch.cat([self._sin, sin])
+            self._cos[first:end] = torch.cos(angles) * self._factor
+            self._sin[first:end] = torch.sin(angles) * self._factor
+            self._num_ready = end
 
     def __call__(self, query: Tensor, key: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        rotation = batch.rotations.get(id(self))
-        if rotation is None:
-            self._grow(batch.max_position + 1)
-            rotation = (self._cos[batch.positions], self._sin[batch.positions])
-            batch.rotations[id(self)] = rotation
-        return self._kernels.rope(query, *rotation), self._kernels.rope(key, *rotation)
+        self.prepare(batch.max_position)
+        return self._kernels.rope(query, key, self._cos, self._sin, batch.positions)
 
 
 def make_rope(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-#: Where the memory controller is mounted: cgroup v2 (alone, or beside v1) and v1.
-_V2_MOUNTS = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+from ambidex.cgroups import V2_MOUNTS, cgroup_path, folders, read_int, read_text
+
+#: Where the memory controller of cgroup v1 is mounted.
 _V1_MOUNT = "sys/fs/cgroup/memory"
 
 #: The share of physical memory to count on where a system does not tell what is available.
@@ -55,7 +56,7 @@ def _limit_from_sysconf(sysconf: Callable[[str], int]) -> HostLimit:
 
 
 def _mem_available_bytes(root: Path) -> int | None:
-    text = _read(root / "proc/meminfo")
+    text = read_text(root / "proc/meminfo")
     if text is None:
         return None
     fields = {}
@@ -73,28 +74,28 @@ def _mem_available_bytes(root: Path) -> int | None:
 
 
 def _v2_limits(root: Path) -> Iterator[HostLimit]:
-    path = _cgroup_path(root, controller="")
+    path = cgroup_path(root, controller="")
     if path is None:
         return
-    for mount in _V2_MOUNTS:
-        for folder in _folders(root / mount, path):
-            used = _read_int(folder / "memory.current")
+    for mount in V2_MOUNTS:
+        for folder in folders(root / mount, path):
+            used = read_int(folder / "memory.current")
             if used is None:
                 continue
             used -= _file_bytes(folder, ("inactive_file", "active_file"))
             for name in ("memory.max", "memory.high"):
-                limit = _read_int(folder / name)
+                limit = read_int(folder / name)
                 if limit is not None:
                     yield HostLimit(_shown(folder / name, root), max(0, limit - max(0, used)))
 
 
 def _v1_limits(root: Path) -> Iterator[HostLimit]:
-    path = _cgroup_path(root, controller="memory")
+    path = cgroup_path(root, controller="memory")
     if path is None:
         return
-    for folder in _folders(root / _V1_MOUNT, path):
-        used = _read_int(folder / "memory.usage_in_bytes")
-        limit = _read_int(folder / "memory.limit_in_bytes")
+    for folder in folders(root / _V1_MOUNT, path):
+        used = read_int(folder / "memory.usage_in_bytes")
+        limit = read_int(folder / "memory.limit_in_bytes")
         if used is None or limit is None:
             continue
         used -= _file_bytes(folder, ("total_inactive_file", "total_active_file"))
@@ -102,49 +103,14 @@ def _v1_limits(root: Path) -> Iterator[HostLimit]:
         yield HostLimit(source, max(0, limit - max(0, used)))
 
 
-def _cgroup_path(root: Path, controller: str) -> PurePosixPath | None:
-    """This process's path in the hierarchy of ``controller`` ("" is v2's), if there is one."""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3 and controller in parts[1].split(","):
-            return PurePosixPath(parts[2])
-    return None
-
-
-def _folders(mount: Path, path: PurePosixPath) -> Iterator[Path]:
-    """The folder of ``path``, then its parents up to the mount itself; only those that exist.
-
-    In a container the mount may show the container's own cgroup as its root while the path is
-    the host's: then only the mount itself exists, and it is the right one.
-    """
-    names = [name for name in path.parts if name not in ("/", "..", ".")]
-    for count in range(len(names), -1, -1):
-        folder = mount.joinpath(*names[:count])
-        if folder.is_dir():
-            yield folder
-
-
 def _file_bytes(folder: Path, names: tuple[str, str]) -> int:
     """Bytes of file pages in a cgroup's ``memory.stat``."""
     total = 0
-    for line in (_read(folder / "memory.stat") or "").splitlines():
+    for line in (read_text(folder / "memory.stat") or "").splitlines():
         words = line.split()
         if len(words) == 2 and words[0] in names and words[1].isdigit():
             total += int(words[1])
     return total
-
-
-def _read_int(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or it says ``max`` (no limit)."""
-    text = (_read(path) or "").strip()
-    return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -82,8 +82,8 @@ class Gemma3Block(Module):
         self.mlp_out_norm = norm()
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention_out_norm(self.attention(self.attention_norm(x), batch))
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+        x = self.attention_out_norm(self.attention(self.attention_norm(x), batch), residual=x)
+        return self.mlp_out_norm(self.mlp(self.mlp_norm(x)), residual=x)
 
 
 class Gemma3Text(Module):
@@ -99,8 +99,7 @@ class Gemma3Text(Module):
                 "generates no text. Choose a Gemma 3 model without it."
             )
         hidden, vocab = config.require("hidden_size"), config.require("vocab_size")
-        self.scale = hidden**0.5
-        self.embedding = Embedding(context, vocab, hidden)
+        self.embedding = Embedding(context, vocab, hidden, scale=hidden**0.5)
         everywhere, nearby = make_ropes(context, config)
         self.layers = [
             Gemma3Block(context, config, layer, nearby if slides else everywhere, slides)
@@ -116,7 +115,7 @@ class Gemma3Text(Module):
         )
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = self.embedding(batch.token_ids) * self.scale
+        x = self.embedding(batch.token_ids)
         for layer in self.layers:
             x = layer(x, batch)
         return self.norm(x)

@@ -76,10 +76,10 @@ class LlamaAttention(Module):
         """Query, key and value of ``x`` [n, hidden]: [n, heads, head_dim] each."""
         return [part.view(len(x), -1, self.head_dim) for part in self.qkv(x).split(self.sizes, -1)]
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.rope(q, k, batch)
-        return self.output(self.attend(q, k, v, batch))
+        return self.output(self.attend(q, k, v, batch), residual)
 
 
 class LlamaBlock(Module):
@@ -100,8 +100,8 @@ class LlamaBlock(Module):
         self.mlp = mlp
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention(self.attention_norm(x), batch, residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)
 
 
 class Llama(Module):

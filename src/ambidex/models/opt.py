@@ -10,7 +10,7 @@ from torch import Tensor
 from ambidex.config import CheckpointConfig
 from ambidex.layers.attention import Attention
 from ambidex.layers.batch import Batch
-from ambidex.layers.embedding import Embedding, LMHead
+from ambidex.layers.embedding import Embedding, LearnedPositions, LMHead
 from ambidex.layers.linear import Linear
 from ambidex.layers.mlp import MLP
 from ambidex.layers.module import BuildContext, Module
@@ -60,16 +60,16 @@ class OPTBlock(Module):
             bias=bias,
         )
 
-    def attention(self, x: Tensor, batch: Batch) -> Tensor:
+    def attention(self, x: Tensor, batch: Batch, residual: Tensor) -> Tensor:
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in self.qkv(x).chunk(3, -1))
-        return self.output(self.attend(q, k, v, batch))
+        return self.output(self.attend(q, k, v, batch), residual)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), batch)
-            return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, batch))
-        return self.mlp_norm(x + self.mlp(x))
+            x = self.attention(self.attention_norm(x), batch, residual=x)
+            return self.mlp(self.mlp_norm(x), residual=x)
+        x = self.attention_norm(self.attention(x, batch, residual=x))
+        return self.mlp_norm(self.mlp(x, residual=x))
 
 
 class OPT(Module):
@@ -80,9 +80,10 @@ class OPT(Module):
     def __init__(self, context: BuildContext, config: CheckpointConfig) -> None:
         hidden, vocab = config.require("hidden_size"), config.require("vocab_size")
         width = config.get("word_embed_proj_dim", hidden)
-        positions = config.require("max_position_embeddings") + _POSITION_OFFSET
+        positions = config.require("max_position_embeddings")
         self.embedding = Embedding(context, vocab, width)
-        self.positions = Embedding(context, positions, hidden)
+        self._kernels = context.device.kernels
+        self.positions = LearnedPositions(context, positions, hidden, skip=_POSITION_OFFSET)
         self.project_in = Linear(context, width, hidden) if width != hidden else None
         self.layers = [
             OPTBlock(context, config, layer) for layer in range(config.require("num_hidden_layers"))
@@ -100,7 +101,7 @@ class OPT(Module):
         x = self.embedding(batch.token_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        x = x + self.positions(batch.positions + _POSITION_OFFSET)
+        x = self._kernels.add(x, self.positions(batch.positions))
         for layer in self.layers:
             x = layer(x, batch)
         if self.norm is not None:

@@ -41,10 +41,10 @@ class NormedAttention(LlamaAttention):
         self.q_norm = RMSNorm(context, self.head_dim, eps, offset=offset)
         self.k_norm = RMSNorm(context, self.head_dim, eps, offset=offset)
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.rope(self.q_norm(q), self.k_norm(k), batch)
-        return self.output(self.attend(q, k, v, batch))
+        return self.output(self.attend(q, k, v, batch), residual)
 
 
 class Qwen3(Llama):

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ambidex.kernels.metadata import AttentionMetadata, padded
+from ambidex.kernels.metadata import ROW_PAD, AttentionMetadata, padded
 from ambidex.kv.cache import KVCache
 from ambidex.layers.batch import Batch
 from ambidex.runner.decision import ScheduledRequest
@@ -20,11 +19,14 @@ def order_requests(requests: Sequence[ScheduledRequest]) -> list[ScheduledReques
     return sorted(requests, key=lambda r: (len(r.token_ids) > 1, -r.start))
 
 
-def build_batch(requests: Sequence[ScheduledRequest], kv_cache: KVCache) -> Batch:
-    """The batch of ``requests``, in the order given (see :func:`order_requests`)."""
+def build_batch(
+    requests: Sequence[ScheduledRequest], kv_cache: KVCache, row_pad: int = ROW_PAD
+) -> Batch:
+    """The batch of ``requests``, in the order given (see :func:`order_requests`), its rows padded
+    to a multiple of ``row_pad``."""
     counts = [len(request.token_ids) for request in requests]
     num_tokens = sum(counts)
-    token_ids = np.zeros(padded(num_tokens), dtype=np.int64)
+    token_ids = np.zeros(padded(num_tokens, row_pad), dtype=np.int64)
     positions = np.zeros_like(token_ids)
     starts = [0]
     for request, count in zip(requests, counts, strict=True):
@@ -49,7 +51,7 @@ def build_batch(requests: Sequence[ScheduledRequest], kv_cache: KVCache) -> Batc
                 query_starts=starts,
                 context_lens=context_lens,
                 block_tables=tables,
-                slots=_slots(tables, positions, starts, size),
+                group=group,
             )
         )
     return Batch(
@@ -60,20 +62,3 @@ def build_batch(requests: Sequence[ScheduledRequest], kv_cache: KVCache) -> Batc
         attention=attention,
         max_position=max(context_lens) - 1,
     )
-
-
-def _slots(
-    tables: Sequence[Sequence[int]], positions: np.ndarray, starts: Sequence[int], size: int
-) -> Tensor:
-    """Where each row's key and value go: [num_tokens]."""
-    slots = np.empty(starts[-1], dtype=np.int64)
-    for index, table in enumerate(tables):
-        first, end = starts[index], starts[index + 1]
-        if end - first == 1:
-            position = int(positions[first])
-            slots[first] = table[position // size] * size + position % size
-        else:
-            where = positions[first:end]
-            blocks = np.asarray(table, dtype=np.int64)[where // size]
-            slots[first:end] = blocks * size + where % size
-    return torch.from_numpy(slots)

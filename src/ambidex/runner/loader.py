@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ambidex.errors import InstallationError
 
@@ -24,27 +26,35 @@ except Exception as error:  # A broken installation fails in many ways.
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.errors import OptionError, OutOfMemory
+from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable, Parameter
+from ambidex.layers.module import BuildContext, NameTable
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.low_bit import low_bit_source
 from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.replay import Replayer
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
-from ambidex.weights.load import load_weights
+from ambidex.weights.load import load_weights, planned_bytes
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
+    from ambidex.kernels.native import NativeKernels
+    from ambidex.memory.ledger import Reservation
     from ambidex.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -93,6 +103,9 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
+    for note in plan.notes:
+        logger.warning("%s", note)
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -106,19 +119,28 @@ def load_lane(
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
-    device = CPUDevice(config.cpu_threads)
+    device = CPUDevice(plan.num_threads, cpus=plan.cpus)
+    if kv_dtype == "int8" and device.kernels.name != "native":
+        raise OptionError(
+            f"--kv-cache-dtype int8 needs the native kernels, and {device.kernels.name} ones were "
+            "asked for. Give --kv-cache-dtype bfloat16, or leave AMBIDEX_CPU_KERNELS out."
+        )
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length)
-        return build_model(context, model_values), context.kv_groups(DTYPES[kv_dtype])
+        return build_model(context, model_values), context.kv_groups(KV_DTYPES[kv_dtype])
 
     model, groups = build(max_model_len)
 
     def step_bytes(length: int) -> int:
         return activation_bytes(model_values, config, groups, length)
 
-    parameters = [parameter for _, parameter in model.named_parameters()]
-    _reserve_weights(config, device, parameters, step_bytes(1))
+    table = NameTable(model.names)
+    low_bit = low_bit_source(config, checkpoint)
+    planned = planned_bytes(
+        model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
+    )
+    weights = _reserve_weights(config, device, planned, step_bytes(1))
     size = size_kv_cache(
         [GroupSize(group.bytes_per_token, group.window) for group in groups],
         device.ledger.free_bytes,
@@ -135,10 +157,29 @@ def load_lane(
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
     with _memory_refused(device):
-        table = NameTable(model.names)
-        unused = load_weights(model.named_parameters(), table, checkpoint, device, progress)
-        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, DTYPES[kv_dtype])
-    runner = ModelRunner(device, model, kv_cache)
+        unused = load_weights(
+            model.named_parameters(),
+            table,
+            checkpoint,
+            device,
+            progress,
+            low_bit.load if low_bit else None,
+        )
+        # What is held, to the byte, takes the place of what was foreseen.
+        device.ledger.release(weights)
+        held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
+        device.ledger.reserve("weights", "weights", held)
+        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+    replayer = None
+    if device.kernels.can_record and not config.enforce_eager:
+        replayer = Replayer(
+            cast("NativeKernels", device.kernels),
+            model,
+            kv_cache,
+            config.scheduler.max_num_batched_tokens,
+            config.scheduler.max_num_seqs,
+        )
+    runner = ModelRunner(device, model, kv_cache, replayer)
     runner.warm_up()
     _give_freed_memory_back()
     notes = [size.note] if size.note else []
@@ -157,7 +198,9 @@ def load_lane(
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
         vocab_size=int(model_values.require("vocab_size")),
-        dtype_description=_describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
+        dtype_description=low_bit.description
+        if low_bit
+        else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
         kv_dtype=kv_dtype,
         notes=notes,
         load_s=time.perf_counter() - began,
@@ -165,24 +208,26 @@ def load_lane(
 
 
 def _reserve_weights(
-    config: EngineConfig, device: Device, parameters: list[Parameter], step_bytes: int
-) -> None:
+    config: EngineConfig, device: Device, needed: int, step_bytes: int
+) -> Reservation:
     """Raises OutOfMemory with what helps: that a step fits beside the weights is part of it."""
-    needed = sum(parameter.num_bytes for parameter in parameters)
     free = device.ledger.free_bytes
     if needed > free:
-        halved = sum(
-            parameter.num_bytes // 2 if len(parameter.shape) > 1 else parameter.num_bytes
-            for parameter in parameters
-        )
         remedy = "Free memory, or choose a smaller model."
-        if config.model.dtype in ("auto", "float32") and halved + step_bytes < free:
-            remedy = f"Give --dtype bfloat16, which takes {format_bytes(halved)}."
+        smaller = [
+            (option, needed // divisor)
+            for option, divisor in (("--dtype bfloat16", 2), ("--quantization int8", 3))
+            if config.model.dtype in ("auto", "float32") and config.model.quantization is None
+        ]
+        fitting = [(option, size) for option, size in smaller if size + step_bytes < free]
+        if fitting:
+            option, size = fitting[0]
+            remedy = f"Give {option}, which takes about {format_bytes(size)}."
         raise OutOfMemory(
             f"The weights of {config.model.model} take {format_bytes(needed)}; "
             f"{format_bytes(free)} of host memory are free. {remedy}"
         )
-    device.ledger.reserve("weights", "weights", needed)
+    return device.ledger.reserve("weights", "weights", needed)
 
 
 @contextlib.contextmanager

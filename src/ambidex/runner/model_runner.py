@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kv.cache import KVCache
     from ambidex.models.registry import CausalLM
+    from ambidex.runner.replay import Replayer
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +38,22 @@ class RunnerRequest:
 class ModelRunner:
     """Computes decisions. Everything here happens in the lane's thread."""
 
-    def __init__(self, device: Device, model: CausalLM, kv_cache: KVCache) -> None:
+    def __init__(
+        self, device: Device, model: CausalLM, kv_cache: KVCache, replayer: Replayer | None = None
+    ) -> None:
         self.device = device
         self.model = model
         self.kv_cache = kv_cache
+        #: Replays a recorded step; None: every step is computed call by call.
+        self.replayer = replayer
         self._sampler = Sampler()
         self._requests: dict[str, RunnerRequest] = {}
 
     def warm_up(self) -> None:
-        """Compute a few tokens, so that whatever is made at first use is there."""
+        """Record the step, then compute a few tokens, so that whatever is made at first use is
+        there."""
+        if self.replayer is not None and not self.replayer.record():
+            self.replayer = None
         name, num_tokens = "warm-up", 8
         tables = tuple([0] for _ in self.kv_cache.groups)
         prompt = NewRequest(SamplingParams(temperature=0.0), [0] * num_tokens, num_tokens)
@@ -94,25 +102,30 @@ class ModelRunner:
     @torch.inference_mode()
     def _execute(self, requests: list[ScheduledRequest], result: StepResult) -> None:
         self._remember(requests)
-        batch = build_batch(requests, self.kv_cache)
+        kernels = self.device.kernels
+        batch = build_batch(requests, self.kv_cache, kernels.row_pad)
         model_began = time.perf_counter()
-        hidden = self.model(batch)
         ends = batch.attention[0].query_starts
         chosen = [i for i, request in enumerate(requests) if request.sample]
-        logits = None
-        if chosen:
-            logits = self.model.head(hidden[[ends[i + 1] - 1 for i in chosen]])
+        rows = [ends[i + 1] - 1 for i in chosen]
+        logits: Tensor | None = None
+        if self.replayer is not None and self.replayer.fits(batch, len(rows)):
+            hidden, logits = self.replayer.replay(batch, rows)
+        else:
+            hidden = self.model(batch)
+            if rows:
+                logits = self.model.head(kernels.take_logit_rows(hidden, rows))
         result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
                 self._score_prompt(request, hidden[ends[index] : ends[index + 1]], result)
-        if logits is not None:
+        if rows and logits is not None:
             self._sample(logits, [requests[i] for i in chosen], result)
 
     def close(self) -> None:
         """Drop the model and the cache; the runner cannot be used afterwards."""
         self._requests.clear()
-        del self.model, self.kv_cache
+        del self.model, self.kv_cache, self.replayer
 
     def _remember(self, requests: list[ScheduledRequest]) -> None:
         for request in requests:

@@ -15,10 +15,14 @@ from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
 from ambidex.weights.gguf import GGUFSource, split_parts
 from ambidex.weights.headers import GGUFHeader, parse_json_object, require_regular
+from ambidex.weights.quantized_source import METHODS, QuantizedSource
 from ambidex.weights.safetensors import SafetensorsSource, shards_of
 
 if TYPE_CHECKING:
     import torch
+
+    from ambidex.kernels.quantized import Quantized
+    from ambidex.quant.forms import Form
 
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 #: What a tokenizer may be made of.
@@ -38,13 +42,18 @@ TOKENIZER_FILES = (
 class TensorSource(Protocol):
     """What a file format has to offer."""
 
+    files: list[Path]
     num_bytes: int
     num_parameters: int
     dtype_name: str
+    #: awq | bitsandbytes | gguf | gptq, or None for plain numbers.
+    quantization: str | None
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def load(self, name: str) -> torch.Tensor: ...
+    def quantized_form(self, name: str) -> Form | None: ...
+    def load_quantized(self, name: str) -> Quantized | torch.Tensor: ...
 
 
 class Checkpoint:
@@ -71,6 +80,11 @@ class Checkpoint:
         self.gguf = gguf
         self._source = source
         self._names = frozenset(source.names())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the weights."""
+        return self._source.files
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +118,40 @@ class Checkpoint:
         """
         self._require(name)
         return self._source.load(name)
+
+    @property
+    def quantization(self) -> str | None:
+        """How the files are quantised: awq, bitsandbytes, gguf or gptq; None for plain numbers."""
+        return self._source.quantization
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any tensor is held in a low-bit form."""
+        return any(self._source.quantized_form(name) is not None for name in self._names)
+
+    def quantized_form(self, name: str) -> Form | None:
+        """The low-bit form of one tensor, from headers alone; None for plain numbers.
+
+        Raises :class:`InvalidModelError` where there is none of this name.
+        """
+        self._require(name)
+        return self._source.quantized_form(name)
+
+    def quantized_bytes(self, name: str) -> int | None:
+        """Bytes of :meth:`load_quantized`'s matrix in the native layout; None for plain numbers."""
+        form = self.quantized_form(name)
+        if form is None:
+            return None
+        rows, columns = self._source.shape(name)
+        return form.num_bytes(rows, columns)
+
+    def load_quantized(self, name: str) -> Quantized | torch.Tensor:
+        """One tensor as the file holds it: a low-bit matrix where it has such a form, else plain.
+
+        Raises :class:`InvalidModelError` where there is none of this name.
+        """
+        self._require(name)
+        return self._source.load_quantized(name)
 
     def _require(self, name: str) -> None:
         if name not in self._names:
@@ -147,7 +195,7 @@ def _open_folder(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
     if index.is_file():
         weight_map = shards_of(index)
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        source: TensorSource = SafetensorsSource(files, weight_map)
+        source = SafetensorsSource(files, weight_map)
         return _open_hf(folder, "safetensors", source, folder, overrides)
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     files = [folder / name for name in names if name.endswith(".safetensors")]
@@ -201,9 +249,17 @@ def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
 
 
 def _open_hf(
-    path: Path, format: str, source: TensorSource, folder: Path, overrides: dict[str, Any]
+    path: Path,
+    format: str,
+    files_source: SafetensorsSource | TorchSource,
+    folder: Path,
+    overrides: dict[str, Any],
 ) -> Checkpoint:
     values = read_config(folder, overrides)
+    source: TensorSource = files_source
+    table = values.get("quantization_config")
+    if isinstance(table, Mapping) and table.get("quant_method") in tuple(METHODS):
+        source = QuantizedSource(files_source, table, str(folder / "config.json"))
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -254,7 +310,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 class TorchSource:
     """Weights of ``.bin`` or ``.pt`` files, through torch's weights-only loader, mapped."""
 
+    quantization: str | None = None
+
     def __init__(self, files: list[Path]) -> None:
+        self.files = files
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             self._tensors.update(_load_torch_file(file))
@@ -274,6 +333,21 @@ class TorchSource:
         return tuple(self._tensors[name].shape)
 
     def load(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def dtype_of(self, name: str) -> str:
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def read_bytes(self, name: str) -> bytes:
+        import torch
+
+        tensor = self._tensors[name].contiguous().flatten()
+        return bytes(tensor.view(torch.uint8).tolist())
+
+    def quantized_form(self, name: str) -> None:
+        return None
+
+    def load_quantized(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
 

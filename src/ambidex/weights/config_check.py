@@ -14,6 +14,7 @@ from typing import Any
 from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, UnsupportedModelError
 from ambidex.weights.checkpoint import Checkpoint
+from ambidex.weights.quantized_source import METHODS
 
 #: Sizes above it are a mistake; each is the length of an array or a loop.
 _MAX_SIZE = 2**31 - 1
@@ -126,7 +127,7 @@ def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
     """Raise InvalidModelError for a field of a wrong kind or one that contradicts the weights,
     UnsupportedModelError for a way of quantisation that cannot be read. ``config`` is that of the
     language model (``models.registry.model_config``)."""
-    _check_quantization(config)
+    _check_quantization(config, checkpoint)
     _check_kinds(config.source, "", config.values, _FIELDS)
     for name in ("rope_scaling", "rope_parameters"):
         table = config.get(name, {})
@@ -177,7 +178,7 @@ def _check_rope(config: CheckpointConfig, name: str, table: Mapping[str, Any]) -
         )
 
 
-def _check_quantization(config: CheckpointConfig) -> None:
+def _check_quantization(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
     for name in ("quantization_config", "compression_config"):
         table = config.get(name)
         if table is None or table == {}:
@@ -185,10 +186,12 @@ def _check_quantization(config: CheckpointConfig) -> None:
         if not isinstance(table, Mapping):
             raise _wrong(config.source, name, table, "must be an object")
         method = table.get("quant_method") or table.get("quant_algo") or "unknown"
+        if name == "quantization_config" and checkpoint.quantization == method:
+            continue
         raise UnsupportedModelError(
             f"{config.source}: the weights are quantised with the method '{method!s:.40}' "
-            f"({name}), which is not supported yet. Use an unquantised checkpoint of this "
-            "model, or a GGUF file."
+            f"({name}), which is not supported; supported are {', '.join(sorted(METHODS))}. Use "
+            "such a checkpoint of this model, an unquantised checkpoint, or a GGUF file."
         )
 
 

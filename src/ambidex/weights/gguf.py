@@ -20,18 +20,26 @@ from ambidex.weights.headers import (
     GGML_NAMES,
     GGUFHeader,
     TensorInfo,
+    map_file,
     read_gguf_header,
 )
 
 if TYPE_CHECKING:
+    import mmap
+
     import numpy
     import torch
+
+    from ambidex.kernels.quantized import Quantized
+    from ambidex.quant.forms import Form
 
 #: The tensor types that can be turned into float32.
 DEQUANTISABLE = frozenset(GGML_NAMES) - {
     *("I8", "I16", "I32", "I64", "F64"),
     *("Q8_1", "Q8_K", "Q1_0"),
 }
+#: Types that torch has, by its name.
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Values dequantised at once; bounds the temporary arrays to some 20 MB.
 _SLICE_VALUES = 1 << 20
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -58,11 +66,15 @@ def split_parts(path: Path) -> list[Path]:
 class GGUFSource:
     """The tensors of one GGUF file (or of all its parts), by Hugging Face name."""
 
+    quantization: str | None = "gguf"
+
     def __init__(self, path: Path) -> None:
         self.headers = [read_gguf_header(part) for part in split_parts(path)]
+        self.files = [header.path for header in self.headers]
         #: The first part, which has the metadata.
         self.header = self.headers[0]
         self._files: dict[str, GGUFHeader] = {}
+        self._writable: dict[Path, mmap.mmap] = {}
         tensors: dict[str, TensorInfo] = {}
         for header in self.headers:
             for name, info in header.tensors.items():
@@ -131,14 +143,58 @@ class GGUFSource:
             result -= tensor.offset
         return result
 
-    def _packed_rows(self, tensor: MappedTensor) -> numpy.ndarray:
-        """The tensor as the file packs it: uint8 [rows, bytes per row], rows in our order."""
+    def quantized_form(self, name: str) -> Form | None:
+        """How :meth:`load_quantized` gives the tensor; None where that is a plain tensor."""
+        from ambidex.quant.forms import GGUF_FORMS
+
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 2 or tensor.offset:
+            return None
+        return GGUF_FORMS.get(tensor.info.type_name)
+
+    def packed_rows(self, name: str) -> tuple[str, numpy.ndarray]:
+        """Type, and the tensor as the file packs it: uint8 [rows, bytes per row], rows in the
+        order of :meth:`load`. It lies in the mapped file where that has the same order."""
+        tensor = self._tensors[name]
+        return tensor.info.type_name, self._packed_rows(tensor)
+
+    def load_quantized(self, name: str) -> Quantized | torch.Tensor:
+        """A low-bit matrix with the values of the file, where :meth:`quantized_form` has a form;
+        else a tensor: a matrix of numbers in the file's type, anything else as float32."""
+        import torch
+
+        tensor = self._tensors[name]
+        if self.quantized_form(name) is not None:
+            from ambidex.quant.gguf import from_gguf
+
+            columns = tensor.shape[-1]
+            return from_gguf(name, tensor.info.type_name, self._packed_rows(tensor), columns)
+        kind = tensor.info.type_name
+        if kind not in _PLAIN or len(tensor.shape) != 2 or tensor.offset:
+            return self.load(name)
+        rows = torch.from_numpy(self._packed_rows(tensor, writable=True))
+        return rows.view(getattr(torch, _PLAIN[kind]))
+
+    def _packed_rows(self, tensor: MappedTensor, *, writable: bool = False) -> numpy.ndarray:
+        """The tensor as the file packs it: uint8 [rows, bytes per row], rows in our order.
+
+        ``writable``: in a private mapping, which torch wants; the file never changes."""
         import numpy
 
         info, shape = tensor.info, tensor.shape
         num_bytes = info.num_bytes // (info.shape[0] if tensor.expert is not None else 1)
         start = info.offset + num_bytes * (tensor.expert or 0)
         buffer = self._files[info.name].buffer
+        if writable:
+            path = self._files[info.name].path
+            if path not in self._writable:
+                self._writable[path] = map_file(path, "GGUF", 24, writable=True)
+            buffer = self._writable[path]
+            if start + num_bytes > len(buffer):
+                raise InvalidModelError(
+                    f"{path} became shorter while it was read ({len(buffer)} bytes). "
+                    f"{DOWNLOAD_AGAIN}"
+                )
         packed = numpy.frombuffer(buffer, numpy.uint8, count=num_bytes, offset=start)
         num_rows = math.prod(shape[:-1])
         rows = packed.reshape(num_rows, -1)

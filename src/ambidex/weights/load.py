@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,18 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ambidex.device.base import Device
+    from ambidex.kernels.quantized import Quantized
     from ambidex.weights.checkpoint import Checkpoint
 
 
 class LoadableParameter(Protocol):
     """See ``layers.module.Parameter``."""
 
+    is_matrix: bool
+    shape: tuple[int, ...]
+
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def held_bytes(self) -> int: ...
+
     def missing_parts(self) -> list[str]: ...
 
-    def load(self, device: Device, part: str, tensor: Tensor, name: str) -> None: ...
+    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None: ...
 
 
 class Names(Protocol):
@@ -31,14 +39,50 @@ class Names(Protocol):
     def find(self, name: str) -> tuple[str, str] | None: ...
 
 
+def planned_bytes(
+    parameters: Iterable[tuple[str, LoadableParameter]],
+    names: Names,
+    checkpoint: Checkpoint,
+    low_bit_bytes: Callable[[str], int | None] | None,
+) -> int:
+    """Bytes that the parameters will take, from headers alone.
+
+    ``low_bit_bytes(name)``: what a tensor takes in low bits, None where it stays as it is; the
+    function is None where nothing is kept in low bits.
+    """
+    table = dict(parameters)
+    total = sum(parameter.num_bytes for parameter in table.values())
+    if low_bit_bytes is None:
+        return total
+    for name in checkpoint.tensor_names():
+        target = _find(names, name)
+        parameter = table.get(target[0]) if target else None
+        size = low_bit_bytes(name) if parameter is not None and parameter.is_matrix else None
+        if parameter is not None and size is not None:
+            share = math.prod(checkpoint.tensor_shape(name)) / math.prod(parameter.shape)
+            total += size - round(parameter.num_bytes * share)
+    return total
+
+
+def _find(names: Names, name: str) -> tuple[str, str] | None:
+    try:
+        return names.find(name)
+    except KeyError:
+        return None
+
+
 def load_weights(
     parameters: Iterable[tuple[str, LoadableParameter]],
     names: Names,
     checkpoint: Checkpoint,
     device: Device,
     progress: Callable[[int, int], None] | None = None,
+    low_bit: Callable[[str], Tensor | Quantized] | None = None,
 ) -> list[str]:
     """Load every parameter; ``progress(loaded, total)`` counts checkpoint tensors.
+
+    ``low_bit(name)`` gives a tensor that is to be multiplied with, perhaps in low bits; None:
+    every tensor is loaded as numbers.
 
     Returns the names of checkpoint tensors that the model does not use. Raises InvalidModelError
     where a parameter finds no tensor.
@@ -47,15 +91,13 @@ def load_weights(
     unused = []
     tensors = checkpoint.tensor_names()
     for count, name in enumerate(tensors):
-        try:
-            target = names.find(name)
-        except KeyError:
-            target = None
+        target = _find(names, name)
         parameter = table.get(target[0]) if target else None
         if target is None or parameter is None:
             unused.append(name)
             continue
-        parameter.load(device, target[1], checkpoint.load(name), name)
+        load = low_bit if low_bit is not None and parameter.is_matrix else checkpoint.load
+        parameter.load(device, target[1], load(name), name)
         if progress is not None:
             progress(count + 1, len(tensors))
     missing = [

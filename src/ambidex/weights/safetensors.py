@@ -75,7 +75,11 @@ def shards_of(index: Path) -> dict[str, str]:
 class SafetensorsSource:
     """The tensors of one file, or of the shards that an index names."""
 
+    #: How the weights are quantised.
+    quantization: str | None = None
+
     def __init__(self, files: list[Path], weight_map: dict[str, str] | None = None) -> None:
+        self.files = files
         self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         for file in files:
@@ -110,6 +114,23 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
+
+    def dtype_of(self, name: str) -> str:
+        """torch's name of the tensor's type, without torch."""
+        return SAFETENSORS_TYPES[self._tensors[name][1].type_name][0]
+
+    def read_bytes(self, name: str) -> bytes:
+        """The tensor's bytes, for small ones that are text."""
+        file, info = self._tensors[name]
+        with map_file(file, "safetensors", 8) as buffer:
+            return buffer[info.offset : info.offset + info.num_bytes]
+
+    def quantized_form(self, name: str) -> None:
+        """No tensor of these files is quantised by itself; see ``quantized_source.py``."""
+        return
+
+    def load_quantized(self, name: str) -> torch.Tensor:
+        return self.load(name)
 
     def load(self, name: str) -> torch.Tensor:
         """The tensor in the file's dtype, backed by the mapped file.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ambidex.errors import KernelError
+from ambidex.kernels.cpu.library import load
 
 
 class NativeBase:
@@ -19,12 +20,10 @@ class NativeBase:
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
-        from ambidex.kernels.cpu import _native
-
-        self._native: Any = _native
+        self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
-        self._context = _native.Context(level, num_threads, list(cpus))
+        self._context = self._native.Context(level, num_threads, list(cpus))
 
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""

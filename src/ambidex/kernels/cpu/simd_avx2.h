@@ -68,6 +68,35 @@ inline void store_f16(uint16_t* p, f32x16 x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, kMode));
 }
 
+inline __m256i round_bf16(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+}
+inline void store_bf16(uint16_t* p, f32x16 x) {
+    __m256i words = _mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xD8));
+}
+inline f32x16 load_pair(const float* p, const float* q) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(q)};
+}
+inline f32x16 load_pair_f16(const uint16_t* p, const uint16_t* q) {
+    return {_mm256_cvtph_ps(load_128(p)), _mm256_cvtph_ps(load_128(q))};
+}
+inline f32x16 load_pair_bf16(const uint16_t* p, const uint16_t* q) {
+    return {widen_bf16(load_128(p)), widen_bf16(load_128(q))};
+}
+inline __m256 load_8_i8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline f32x16 load_pair_i8(const int8_t* p, const int8_t* q) {
+    return {load_8_i8(p), load_8_i8(q)};
+}
+
 inline f32x16 operator+(f32x16 x, f32x16 y) {
     return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
 }

@@ -49,6 +49,38 @@ inline void store_f16(uint16_t* p, f32x16 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
 }
 
+// Rounds to nearest even; NaN stays NaN.
+inline void store_bf16(uint16_t* p, f32x16 x) {
+    __m512i bits = _mm512_castps_si512(x.v), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    __mmask16 is_nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+// Eight numbers from `p`, then eight from `q`.
+inline f32x16 load_pair(const float* p, const float* q) {
+    __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(p));
+    return {_mm512_insertf32x8(low, _mm256_loadu_ps(q), 1)};
+}
+inline __m256i load_pair_16(const uint16_t* p, const uint16_t* q) {
+    __m256i low = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_inserti128_si256(low, _mm_loadu_si128(reinterpret_cast<const __m128i*>(q)), 1);
+}
+inline f32x16 load_pair_f16(const uint16_t* p, const uint16_t* q) {
+    return {_mm512_cvtph_ps(load_pair_16(p, q))};
+}
+inline f32x16 load_pair_bf16(const uint16_t* p, const uint16_t* q) {
+    __m512i wide = _mm512_cvtepu16_epi32(load_pair_16(p, q));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline f32x16 load_pair_i8(const int8_t* p, const int8_t* q) {
+    __m128i bytes = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)),
+                                       _mm_loadl_epi64(reinterpret_cast<const __m128i*>(q)));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+
 inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }

@@ -92,6 +92,41 @@ inline void store_f16(uint16_t* p, f32x16 x) {
     for (int i = 0; i < kLanes; ++i) p[i] = f32_to_f16(x.v[i]);
 }
 
+inline void store_bf16(uint16_t* p, f32x16 x) {
+    for (int i = 0; i < kLanes; ++i) {
+        float lane = x.v[i];
+        uint32_t bits;
+        __builtin_memcpy(&bits, &lane, sizeof bits);
+        bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        p[i] = is_nan ? uint16_t(bits >> 16 | 0x40u)
+                      : uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    }
+}
+inline f32x16 load_pair(const float* p, const float* q) {
+    f32x16 x;
+    __builtin_memcpy(&x.v, p, 32);
+    __builtin_memcpy(reinterpret_cast<char*>(&x.v) + 32, q, 32);
+    return x;
+}
+inline f32x16 load_pair_f16(const uint16_t* p, const uint16_t* q) {
+    uint16_t both[kLanes];
+    __builtin_memcpy(both, p, 16);
+    __builtin_memcpy(both + 8, q, 16);
+    return load_f16(both);
+}
+inline f32x16 load_pair_bf16(const uint16_t* p, const uint16_t* q) {
+    uint16_t both[kLanes];
+    __builtin_memcpy(both, p, 16);
+    __builtin_memcpy(both + 8, q, 16);
+    return load_bf16(both);
+}
+inline f32x16 load_pair_i8(const int8_t* p, const int8_t* q) {
+    int8_t both[kLanes];
+    __builtin_memcpy(both, p, 8);
+    __builtin_memcpy(both + 8, q, 8);
+    return load_i8(both);
+}
+
 inline f32x16 operator+(f32x16 x, f32x16 y) { return {x.v + y.v}; }
 inline f32x16 operator-(f32x16 x, f32x16 y) { return {x.v - y.v}; }
 inline f32x16 operator*(f32x16 x, f32x16 y) { return {x.v * y.v}; }

@@ -27,9 +27,74 @@ struct AddArgs {
     Rows rows;
 };
 
-#define AMBIDEX_SMALL_KERNELS(X) \
-    X(rms_norm, RmsNormArgs)     \
-    X(add, AddArgs)
+// out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+struct LayerNormArgs {
+    const float* x;
+    const float* weight;  // or null
+    const float* bias;    // or null
+    float* out;
+    int64_t x_stride, out_stride;
+    int64_t width;
+    int64_t heads;
+    Rows rows;
+    float eps;
+};
+
+enum class Function : int32_t { kSilu, kGelu, kGeluTanh, kRelu, kSoftcap };
+
+// out = function(x), times y where there is one.
+struct ApplyArgs {
+    const float* x;
+    const float* y;  // or null
+    float* out;
+    int64_t x_stride, y_stride, out_stride, width;
+    Rows rows;
+    Function function;
+    float cap;  // of kSoftcap: cap * tanh(x / cap)
+};
+
+// Copies the rows of x that the step's logit_rows name; NaN where x has no such row.
+struct TakeRowsArgs {
+    const float* x;
+    float* out;
+    int64_t x_stride, out_stride, width;
+    Rows x_rows, rows;
+};
+
+// The largest number of each row, the lowest column of equals, and whether all are finite.
+struct GreedyArgs {
+    const float* logits;
+    int64_t* ids;
+    bool* is_finite;
+    int64_t stride, num_rows, width;
+};
+
+// The k largest numbers of each row, falling, lower columns first among equals. NaN is largest.
+struct TopKArgs {
+    const float* logits;
+    float* values;  // [num_rows, k]
+    int64_t* ids;   // [num_rows, k]
+    int64_t stride, num_rows, width, k;
+};
+
+// Columns of a row that one worker looks through at a time.
+constexpr int64_t kPieceColumns = 8192;
+
+static inline int64_t num_pieces(int64_t width) { return (width + kPieceColumns - 1) / kPieceColumns; }
+
+struct PieceMaximum {
+    float value;
+    bool is_finite;
+};
+
+#define AMBIDEX_SMALL_KERNELS(X)  \
+    X(rms_norm, RmsNormArgs)      \
+    X(add, AddArgs)               \
+    X(layer_norm, LayerNormArgs)  \
+    X(apply, ApplyArgs)           \
+    X(take_rows, TakeRowsArgs)    \
+    X(greedy, GreedyArgs)         \
+    X(top_k, TopKArgs)
 
 struct SmallTable {
 #define X(name, Args) Kernel<Args> name;

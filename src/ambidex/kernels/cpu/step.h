@@ -28,15 +28,18 @@ struct StepParams {
 
 // A number of rows: fixed where a kernel runs at once, read from the step where it is replayed.
 struct Rows {
-    int64_t code = 0;  // the number itself, or one of the two below
+    // The number itself; or one of the two below; or, negated, the address of an int64 that an
+    // earlier kernel of the step has written.
+    int64_t code = 0;
 
     static constexpr int64_t kTokens = -1;
     static constexpr int64_t kLogits = -2;
 
     int64_t count(const StepParams& step) const {
+        if (code >= 0) return code;
         if (code == kTokens) return step.num_tokens;
         if (code == kLogits) return step.num_logit_rows;
-        return code;
+        return *reinterpret_cast<const int64_t*>(-code);
     }
 };
 

@@ -1,0 +1,175 @@
+"""Products with weights that are plain numbers, and rows out of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ambidex.errors import KernelError
+from ambidex.kernels.cpu.base import NativeBase
+
+#: Rows of a weight that lie interleaved; a weight may be cut at multiples of this.
+PANEL_ROWS = 16
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_GATES = {
+    "silu": 1,
+    "swish": 1,
+    "gelu_tanh": 2,
+    "gelu_pytorch_tanh": 2,
+    "gelu_new": 2,
+    "gelu_fast": 2,
+    "relu": 3,
+}
+
+
+class FloatWeight:
+    """A matrix [out, in] of plain numbers in panels of 16 rows: [panel][in][16]."""
+
+    __slots__ = ("panels", "shape")
+
+    def __init__(self, panels: Tensor, num_out: int) -> None:
+        self.panels = panels  # [panels, in, 16]
+        self.shape = (num_out, panels.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.numel() * self.panels.element_size()
+
+    def rows(self, start: int, end: int) -> FloatWeight:
+        """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""
+        num_out = self.shape[0]
+        if not 0 <= start <= end <= num_out:
+            raise KernelError(f"Rows {start} to {end} are not in a weight of {num_out} rows.")
+        if start % PANEL_ROWS or (end % PANEL_ROWS and end != num_out):
+            raise KernelError(f"A weight cannot be cut at rows {start} and {end}: not by 16.")
+        return FloatWeight(self.panels[start // PANEL_ROWS : -(-end // PANEL_ROWS)], end - start)
+
+
+def _aligned(num_panels: int, num_in: int, dtype: torch.dtype) -> Tensor:
+    """Memory for panels that begins at a multiple of 64 bytes."""
+    size = num_panels * num_in * PANEL_ROWS
+    spare = 64 // dtype.itemsize
+    memory = torch.empty(size + spare, dtype=dtype)
+    skip = -memory.data_ptr() % 64 // dtype.itemsize
+    return memory[skip : skip + size].view(num_panels, num_in, PANEL_ROWS)
+
+
+class FloatLinearOps(NativeBase):
+    """See kernels/reference.py for what each computes."""
+
+    def pack_float(self, weight: Tensor) -> FloatWeight:
+        """A float32, float16 or bfloat16 ``weight`` [out, in], rows contiguous, in panels."""
+        if weight.device.type != "cpu" or weight.dim() != 2 or weight.dtype not in _TYPES:
+            raise KernelError(
+                f"A weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it must be "
+                "a float32, float16 or bfloat16 matrix on the CPU."
+            )
+        num_out, num_in = weight.shape
+        if num_in > 1 and weight.stride(1) != 1:
+            raise KernelError("A weight's rows are not contiguous, so it cannot be packed.")
+        panels = _aligned(-(-num_out // PANEL_ROWS), num_in, weight.dtype)
+        self._native.pack_float(
+            self._context,
+            weight.data_ptr(),
+            weight.stride(0) * weight.element_size(),
+            panels.data_ptr(),
+            num_out,
+            num_in,
+            _TYPES[weight.dtype],
+        )
+        return FloatWeight(panels, num_out)
+
+    def linear_float(
+        self,
+        x: Tensor,
+        weight: FloatWeight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` [n, in] times ``weight`` [out, in] transposed, plus ``bias`` [out], plus
+        ``residual`` [n, out]: [n, out]."""
+        if residual is not None:
+            self._check_rows(residual, "residual", weight.shape[0])
+            if residual.shape[0] != x.shape[0]:
+                raise KernelError(f"{residual.shape[0]} rows cannot be added to {x.shape[0]}.")
+        return self._product_float(x, weight, bias, residual, weight.shape[0], 0)
+
+    def gated_linear_float(
+        self, x: Tensor, weight: FloatWeight, activation: str, bias: Tensor | None = None
+    ) -> Tensor | None:
+        """``activation(gate) * up`` [n, width] where ``weight`` [2 * width, in] has the gate's
+        rows first; None where that is not one kernel."""
+        num_out = weight.shape[0]
+        gate = _GATES.get(activation)
+        if gate is None or num_out % (2 * PANEL_ROWS):
+            return None
+        return self._product_float(x, weight, bias, None, num_out // 2, gate)
+
+    def _product_float(
+        self,
+        x: Tensor,
+        weight: FloatWeight,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        width: int,
+        gate: int,
+    ) -> Tensor:
+        num_out, num_in = weight.shape
+        self._check_rows(x, "x", num_in)
+        if bias is not None:
+            self._check_vector(bias, "bias", num_out)
+        out = self._empty(x, width)
+        self._native.linear_float(
+            self._context,
+            x.data_ptr(),
+            x.stride(0),
+            weight.panels.data_ptr(),
+            num_out,
+            num_in,
+            _TYPES[weight.panels.dtype],
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            self._rows(x),
+            gate,
+        )
+        return out
+
+    def embedding_float(self, token_ids: Tensor, weight: FloatWeight, scale: float = 1.0) -> Tensor:
+        """Rows ``token_ids`` [n] int64 of ``weight`` [vocab, width], times ``scale``: [n, width].
+
+        An id that is no row gives NaN. While recording, the ids are the step's.
+        """
+        if (
+            token_ids.device.type != "cpu"
+            or token_ids.dtype is not torch.int64
+            or token_ids.dim() != 1
+            or not token_ids.is_contiguous()
+        ):
+            raise KernelError(
+                f"token_ids is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
+                "and must be int64 [n], contiguous, on the CPU."
+            )
+        num_out, width = weight.shape
+        out = self._empty(token_ids, width)
+        rows = self._rows(token_ids)
+        self._native.embedding_float(
+            self._context,
+            token_ids.data_ptr() if rows >= 0 else 0,
+            weight.panels.data_ptr(),
+            num_out,
+            width,
+            _TYPES[weight.panels.dtype],
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            scale,
+        )
+        return out

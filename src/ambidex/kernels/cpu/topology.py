@@ -1,0 +1,353 @@
+"""Which of the machine's CPUs this process may use, and how many threads compute where.
+
+All paths are under ``root``, so that a test can give a made-up machine. A *CPU* is what the system
+numbers; a *core* has one of them, or several (siblings, SMT).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ambidex.cgroups import V2_MOUNTS, cgroup_path, folders, read_int, read_text
+from ambidex.errors import OptionError
+
+#: Where the CPU controller of cgroup v1 is mounted.
+_V1_MOUNTS = ("sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One NUMA node: a memory, and the CPUs near it that this process may use (maybe none)."""
+
+    number: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What this process has of the machine."""
+
+    #: CPUs in its affinity mask that are online, ascending.
+    cpus: tuple[int, ...]
+    #: The CPU time a second that its control groups allow, in CPUs; None: no limit.
+    quota: float | None
+    #: Those CPUs by physical core, by the core's first CPU.
+    cores: tuple[tuple[int, ...], ...]
+    #: All nodes, those without CPUs too; one where the system tells of none.
+    nodes: tuple[Node, ...]
+
+    def node_of(self, cpu: int) -> int:
+        """The number of the node that ``cpu`` is near."""
+        return next((node.number for node in self.nodes if cpu in node.cpus), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPlan:
+    """The threads of one lane. Thread i is worker i of its group."""
+
+    #: Where each thread is pinned; empty: the system places them.
+    cpus: tuple[int, ...]
+    num_threads: int
+    #: The node of each pinned thread, ascending, where they are on several; else empty.
+    nodes: tuple[int, ...] = ()
+    #: Lines for the start: what was asked for and is not done.
+    notes: tuple[str, ...] = ()
+    #: A CPU for each thread, for :func:`cut`; empty where threads must not be pinned.
+    seats: tuple[int, ...] = ()
+
+
+def read_topology(root: Path = Path("/")) -> Topology:
+    """Reads the affinity mask, the control groups and ``/sys`` under ``root``."""
+    cpus = _allowed_cpus(root)
+    cores = []
+    seen: set[int] = set()
+    for cpu in cpus:
+        if cpu in seen:
+            continue
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = parse_cpus(read_text(folder / "thread_siblings_list") or "") or (cpu,)
+        core = tuple(sorted({cpu, *siblings}.intersection(cpus) - seen))
+        seen.update(core)
+        cores.append(core)
+    return Topology(cpus, _quota(root), tuple(cores), _nodes(root, cpus))
+
+
+def parse_cpus(text: str) -> tuple[int, ...] | None:
+    """The numbers of ``0-3,8``, as they stand there, each once; None where it is no such list."""
+    numbers: dict[int, None] = {}
+    for part in text.strip().split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isascii() and first.isdigit()):
+            return None
+        if dash and not (last.isascii() and last.isdigit()):
+            return None
+        low, high = int(first), int(last or first)
+        # Far beyond what a kernel can be built for; a range must not fill the memory.
+        if high < low or high >= 2**16:
+            return None
+        numbers.update(dict.fromkeys(range(low, high + 1)))
+    return tuple(numbers)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """``0-3,8``: the reverse of :func:`parse_cpus`, ascending."""
+    parts: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if parts and parts[-1][1] == cpu - 1:
+            parts[-1][1] = cpu
+        else:
+            parts.append([cpu, cpu])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def plan_threads(
+    cpu_threads: int | None,
+    cpu_bind: str | None,
+    environment: Mapping[str, str],
+    topology: Topology | None = None,
+) -> ThreadPlan:
+    """How many threads compute, and where they are pinned.
+
+    ``cpu_bind`` is what ``--cpu-bind`` or VLLM_CPU_OMP_THREADS_BIND says: ``auto``, ``none`` (or
+    ``nobind``), CPUs ``0-15`` or ``0,2,4``, nodes ``numa:0`` or ``numa:0,1``, or vLLM's
+    ``0-31|32-63``, a part for each rank. Where an argument is None ``environment`` is asked.
+    Raises :class:`OptionError` for CPUs and nodes that this process does not have.
+    """
+    found = topology or read_topology()
+    notes: list[str] = []
+    if cpu_threads is None:
+        # OpenMP writes one number a nesting level; the first counts.
+        text = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        cpu_threads = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+    bind = cpu_bind or environment.get("VLLM_CPU_OMP_THREADS_BIND", "") or "auto"
+    bind = _first_rank(bind.strip().lower(), notes)
+    if bind in ("auto", "none", "nobind"):
+        return _plan_free(cpu_threads, bind == "auto", found, notes)
+    if bind.startswith("numa:"):
+        named = _cpus_of_nodes(bind, cpu_threads, found)
+    else:
+        named = _cpus_of_list(bind, found)
+    if cpu_threads is not None and cpu_threads > len(named):
+        notes.append(
+            f"{cpu_threads} threads were asked for; the {len(named)} CPUs of --cpu-bind {bind} "
+            "get one each."
+        )
+    chosen = named[:cpu_threads]
+    if found.quota is not None and len(chosen) > math.ceil(found.quota):
+        notes.append(
+            f"{len(chosen)} threads are bound by --cpu-bind {bind}, and the control group allows "
+            f"the time of {found.quota:g} CPUs: they will wait for each other. Leave it out for "
+            f"{math.ceil(found.quota)} threads."
+        )
+    return _pinned(chosen, found, notes)
+
+
+def cut(plan: ThreadPlan, shares: Sequence[float]) -> list[ThreadPlan]:
+    """The plan's threads for several groups that run at once, in proportion to ``shares``, at
+    least one each; no core is in two of them.
+
+    Raises :class:`OptionError` where there are fewer threads than groups.
+    """
+    if len(shares) > plan.num_threads:
+        raise OptionError(
+            f"{len(shares)} groups of threads are needed, and there are {plan.num_threads} "
+            f"threads. Give --cpu-threads {len(shares)} or more."
+        )
+    total = sum(shares)
+    if not shares or min(shares) < 0 or not total > 0:
+        raise ValueError(f"shares {list(shares)} are not parts of something")
+    counts = [1] * len(shares)
+    for _ in range(plan.num_threads - len(shares)):
+        # The next thread goes where most is missing.
+        missing = [plan.num_threads * s / total - n for s, n in zip(shares, counts, strict=True)]
+        counts[missing.index(max(missing))] += 1
+    parts = []
+    first = 0
+    for count in counts:
+        end = first + count
+        # Side by side, groups are pinned even where one alone would not be: the system would
+        # else put threads of two groups on one core while both wait for their slowest.
+        parts.append(
+            replace(
+                plan,
+                cpus=plan.seats[first:end],
+                num_threads=count,
+                nodes=_several(plan.nodes[first:end]),
+                notes=(),
+                seats=plan.seats[first:end],
+            )
+        )
+        first = end
+    return parts
+
+
+def _plan_free(
+    cpu_threads: int | None, may_pin: bool, found: Topology, notes: list[str]
+) -> ThreadPlan:
+    """No CPUs are named: one thread a core, and no more than the quota."""
+    cores = len(found.cores)
+    quota = math.inf if found.quota is None else math.ceil(found.quota)
+    count = cpu_threads or max(1, min(cores, int(min(quota, cores))))
+    usable = int(min(quota, len(found.cpus)))
+    if count > usable:
+        notes.append(
+            f"{count} threads were asked for and this process may use {usable} CPUs: they will "
+            f"wait for each other. Leave --cpu-threads and OMP_NUM_THREADS out for "
+            f"{max(1, min(cores, usable))} threads."
+        )
+    if not may_pin or quota < cores or count > cores:
+        return ThreadPlan((), count, notes=tuple(notes))
+    seats = _spread([core[0] for core in found.cores], count, found)
+    # On one node a pinned thread was never faster than one that the system places, and where
+    # other programs ran on the same two cores it took a third longer: it cannot go where there is
+    # room. On several nodes it must stay where its share of the weights lies, which is only worth
+    # it when no core is left free for others to push threads to.
+    if count == cores and len({found.node_of(cpu) for cpu in seats}) > 1:
+        return _pinned(seats, found, notes)
+    return ThreadPlan((), count, notes=tuple(notes), seats=tuple(seats))
+
+
+def _pinned(cpus: Sequence[int], found: Topology, notes: list[str]) -> ThreadPlan:
+    # By node, so that each node's threads have neighbouring shares of a weight.
+    seats = tuple(sorted(cpus, key=found.node_of))
+    nodes = tuple(found.node_of(cpu) for cpu in seats)
+    return ThreadPlan(seats, len(seats), _several(nodes), tuple(notes), seats)
+
+
+def _several(nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return nodes if len(set(nodes)) > 1 else ()
+
+
+def _spread(cpus: Sequence[int], count: int, found: Topology) -> list[int]:
+    """``count`` of ``cpus``, as evenly from their nodes as can be, by node."""
+    queues: dict[int, list[int]] = {}
+    for cpu in cpus:
+        queues.setdefault(found.node_of(cpu), []).append(cpu)
+    chosen: list[int] = []
+    while len(chosen) < count and any(queues.values()):
+        for queue in queues.values():
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop(0))
+    return sorted(chosen, key=lambda cpu: (found.node_of(cpu), cpus.index(cpu)))
+
+
+def _first_rank(bind: str, notes: list[str]) -> str:
+    ranks = bind.split("|")
+    if len(ranks) > 1:
+        notes.append(
+            f"--cpu-bind {bind} is for {len(ranks)} ranks; the one rank here takes {ranks[0]}."
+        )
+    return ranks[0].strip()
+
+
+def _cpus_of_list(bind: str, found: Topology) -> Sequence[int]:
+    cpus = parse_cpus(bind)
+    if cpus is None:
+        raise OptionError(
+            f"--cpu-bind must be auto, none, numa:0 or CPUs such as 0-15 or 0,2,4, not '{bind}'."
+        )
+    absent = [cpu for cpu in cpus if cpu not in found.cpus]
+    if absent:
+        raise OptionError(
+            f"--cpu-bind {bind}: CPU {format_cpus(absent)} is not among the {len(found.cpus)} "
+            f"that this process may use ({format_cpus(found.cpus)}). Name some of these, or leave "
+            "it out."
+        )
+    return cpus
+
+
+def _cpus_of_nodes(bind: str, cpu_threads: int | None, found: Topology) -> Sequence[int]:
+    """A CPU of every core of the named nodes, and their siblings behind if threads need them."""
+    numbers = parse_cpus(bind.removeprefix("numa:"))
+    if numbers is None:
+        raise OptionError(f"--cpu-bind names nodes as in numa:0 or numa:0,1, not '{bind}'.")
+    nodes = {node.number: node for node in found.nodes}
+    for number in numbers:
+        if number not in nodes:
+            raise OptionError(
+                f"--cpu-bind {bind}: there is no NUMA node {number}; this machine has "
+                f"{format_cpus(nodes)}."
+            )
+        if not nodes[number].cpus:
+            raise OptionError(
+                f"--cpu-bind {bind}: node {number} has no CPU that this process may use; "
+                f"{_with_cpus(found)}."
+            )
+    near = {cpu for number in numbers for cpu in nodes[number].cpus}
+    firsts = [next(cpu for cpu in core if cpu in near) for core in found.cores if near & {*core}]
+    others = [cpu for cpu in found.cpus if cpu in near and cpu not in firsts]
+    if cpu_threads is None or cpu_threads == len(firsts):
+        return firsts
+    if cpu_threads < len(firsts):
+        return _spread(firsts, cpu_threads, found)
+    return firsts + others
+
+
+def _with_cpus(found: Topology) -> str:
+    return "; ".join(
+        f"node {node.number} has {format_cpus(node.cpus)}" for node in found.nodes if node.cpus
+    )
+
+
+def _allowed_cpus(root: Path) -> tuple[int, ...]:
+    # Of the process rather than of this thread, which may be pinned already.
+    for line in (read_text(root / "proc/self/status") or "").splitlines():
+        name, _, value = line.partition(":")
+        allowed = parse_cpus(value) if name == "Cpus_allowed_list" else None
+        if allowed:
+            online = parse_cpus(read_text(root / "sys/devices/system/cpu/online") or "")
+            return tuple(sorted(set(allowed).intersection(online or allowed))) or allowed
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))  # macOS
+
+
+def _quota(root: Path) -> float | None:
+    """The least that a control group of this process, or one above it, allows."""
+    limits = []
+    path = cgroup_path(root, controller="")
+    if path is not None:
+        for mount in V2_MOUNTS:
+            for folder in folders(root / mount, path):
+                words = (read_text(folder / "cpu.max") or "").split()
+                if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+                    limits.append((int(words[0]), int(words[1])))
+    path = cgroup_path(root, controller="cpu")
+    if path is not None:
+        for mount in _V1_MOUNTS:
+            for folder in folders(root / mount, path):
+                quota_us = read_int(folder / "cpu.cfs_quota_us")  # -1, no limit, is no number
+                period_us = read_int(folder / "cpu.cfs_period_us")
+                if quota_us is not None and period_us is not None:
+                    limits.append((quota_us, period_us))
+    return min((quota / period for quota, period in limits if quota and period), default=None)
+
+
+def _nodes(root: Path, cpus: tuple[int, ...]) -> tuple[Node, ...]:
+    folder = root / "sys/devices/system/node"
+    numbers = parse_cpus(read_text(folder / "online") or "")
+    nodes = []
+    for number in sorted(numbers or ()):
+        near = parse_cpus(read_text(folder / f"node{number}/cpulist") or "") or ()
+        nodes.append(
+            Node(
+                number,
+                tuple(cpu for cpu in cpus if cpu in near),
+                _node_bytes(read_text(folder / f"node{number}/meminfo") or ""),
+            )
+        )
+    return tuple(nodes) or (Node(0, cpus, 0),)
+
+
+def _node_bytes(meminfo: str) -> int:
+    """``Node 0 MemTotal:  16318400 kB``, in bytes; 0 where it does not say."""
+    for line in meminfo.splitlines():
+        words = line.split()
+        if len(words) >= 4 and words[2] == "MemTotal:" and words[3].isdigit():
+            return int(words[3]) * 1024
+    return 0

@@ -1,0 +1,203 @@
+"""The native kernel table: C++ for every instruction set that this build and the host share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ambidex.errors import KernelError
+from ambidex.kernels.cpu.attention import AttentionOps
+from ambidex.kernels.cpu.float_linear import FloatLinearOps, FloatWeight
+from ambidex.kernels.cpu.moe import MoEOps
+from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOps
+from ambidex.kernels.cpu.recording import Recorder, Recording
+from ambidex.kernels.cpu.small import SmallOps
+from ambidex.kernels.quantized import Quantized, concatenate
+from ambidex.kernels.reference import ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights of different forms, one below the other: GGUF's mixtures give value projections more
+    bits than queries and keys."""
+
+    parts: tuple[FloatWeight | PackedWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+Weight = FloatWeight | PackedWeight | StackedWeight
+
+
+class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps):
+    """One lane's table: its threads compute, and it records steps."""
+
+    name = "native"
+    row_pad = 1
+    can_record = True
+    ACTIVATIONS = ACTIVATIONS
+
+    def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
+        super().__init__(num_threads, cpus, level)
+        self._recorder: Recorder | None = None
+
+    # ---------------------------------------------------------------- rows and memory of results
+
+    def _rows(self, x: Tensor) -> int:
+        recorder = self._recorder
+        if recorder is None:
+            return x.shape[0]
+        computed = recorder.rows(x)
+        if computed is not None:
+            return computed
+        if x.shape[0] == recorder.max_tokens:
+            return int(self._native.ROWS_TOKENS)
+        if x.shape[0] == recorder.max_logits:
+            return int(self._native.ROWS_LOGITS)
+        raise KernelError(f"A tensor of {x.shape[0]} rows cannot be recorded.")
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        if self._recorder is None:
+            return super()._empty(like, *shape)
+        return self._recorder.empty((like.shape[0], *shape), self._recorder.rows(like))
+
+    def _logit_rows_out(self, x: Tensor, rows: Sequence[int], width: int) -> tuple[Tensor, int]:
+        recorder = self._recorder
+        if recorder is None:
+            return super()._logit_rows_out(x, rows, width)
+        return recorder.empty((recorder.max_logits, width)), int(self._native.ROWS_LOGITS)
+
+    # ---------------------------------------------------------------- weights of any form
+
+    def pack(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
+        """A matrix [out, in] in this table's layout."""
+        if isinstance(weight, Quantized):
+            return self.pack_quantized(weight)
+        return self.pack_float(weight)
+
+    def pack_parts(self, parts: Sequence[Tensor | Quantized]) -> Weight:
+        """:meth:`pack` of the rows of all ``parts``, one below the other."""
+        if len(parts) == 1:
+            return self.pack(parts[0])
+        low_bit = [part for part in parts if isinstance(part, Quantized)]
+        if not low_bit:
+            return self.pack(torch.cat(list(parts)))  # type: ignore[arg-type]
+        joined = concatenate(low_bit) if len(low_bit) == len(parts) else None
+        if joined is not None:
+            return self.pack(joined)
+        return StackedWeight(tuple(self.pack(part) for part in parts))
+
+    def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
+        """Embedding and head read the same layout: a tied table is held once."""
+        return self.pack(weight)
+
+    def pack_head(self, table: FloatWeight | PackedWeight) -> FloatWeight | PackedWeight:
+        return table
+
+    def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        return 0
+
+    def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        return -(-shape[0] // 16) * 16 * shape[1] * dtype.itemsize
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            return self.linear_quantized(x, weight, bias, residual)
+        if isinstance(weight, FloatWeight):
+            return self.linear_float(x, weight, bias, residual)
+        out = self._empty(x, weight.shape[0])
+        first = 0
+        for part in weight.parts:
+            end = first + part.shape[0]
+            rows = slice(first, end)
+            self._linear_into(
+                out[:, rows],
+                x,
+                part,
+                None if bias is None else bias[rows],
+                None if residual is None else residual[:, rows],
+            )
+            first = end
+        return out
+
+    def _linear_into(
+        self,
+        out: Tensor,
+        x: Tensor,
+        weight: FloatWeight | PackedWeight,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> None:
+        if isinstance(weight, PackedWeight):
+            self.linear_quantized(x, weight, bias, residual, out)
+        else:
+            self.linear_float(x, weight, bias, residual, out)
+
+    def gated_linear(
+        self, x: Tensor, weight: Weight, activation: str, bias: Tensor | None = None
+    ) -> Tensor:
+        out = None
+        if isinstance(weight, PackedWeight):
+            out = self.gated_linear_quantized(x, weight, activation, bias)
+        elif isinstance(weight, FloatWeight):
+            out = self.gated_linear_float(x, weight, activation, bias)
+        if out is not None:
+            return out
+        return self.activate_and_multiply(self.linear(x, weight, bias), activation)
+
+    def embedding(
+        self, token_ids: Tensor, weight: FloatWeight | PackedWeight, scale: float = 1.0
+    ) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            return self.embedding_quantized(token_ids, weight, scale)
+        return self.embedding_float(token_ids, weight, scale)
+
+    # ---------------------------------------------------------------- steps
+
+    def set_step(self, token_ids: Tensor, positions: Tensor, num_tokens: int) -> None:
+        """This step's ids and positions, int64 [num_tokens]; the caller keeps them alive."""
+        self._context.set_tokens(num_tokens, token_ids.data_ptr(), positions.data_ptr())
+
+    def record(
+        self,
+        max_tokens: int,
+        max_logits: int,
+        compute: Callable[[int], tuple[Tensor, Tensor]],
+    ) -> Recording:
+        """Record what ``compute(max_tokens)`` calls; it returns hidden states and logits.
+
+        Nothing is computed. Raises KernelError where an operation cannot be recorded.
+        """
+        if max_logits == max_tokens:
+            max_logits += 1
+        self._recorder = Recorder(max_tokens, max_logits)
+        self._context.begin_recording()
+        try:
+            hidden, logits = compute(max_tokens)
+            program: Any = self._context.end_recording()
+            return Recording(program, self._recorder.arena, hidden, logits, self._context.replay)
+        finally:
+            self._context.end_recording()
+            self._recorder = None
+
+    @property
+    def num_runs(self) -> int:
+        """How often the threads were started: the native calls of eager steps, and one a replay."""
+        runs: int = self._context.num_runs
+        return runs
