@@ -136,6 +136,12 @@ inline f32x16 select_less(f32x16 x, f32x16 y, f32x16 p, f32x16 q) {
             _mm256_blendv_ps(q.b, p.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
 
+inline bool all_finite(f32x16 x) {
+    // A difference with itself is zero for finite numbers alone, and NaN for others.
+    __m256 a = _mm256_sub_ps(x.a, x.a), b = _mm256_sub_ps(x.b, x.b);
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) == 0;
+}
+
 inline float sum(f32x16 x) {
     __m256 eight = _mm256_add_ps(x.a, x.b);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

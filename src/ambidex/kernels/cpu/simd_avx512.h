@@ -103,6 +103,9 @@ inline f32x16 select_less(f32x16 x, f32x16 y, f32x16 a, f32x16 b) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ), b.v, a.v)};
 }
 
+// Whether no lane is NaN or infinite.
+inline bool all_finite(f32x16 a) { return _mm512_fpclass_ps_mask(a.v, 0x99) == 0; }
+
 // Sums and maxima of all lanes, always in the same order.
 inline float sum(f32x16 x) {
     __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));

@@ -160,6 +160,14 @@ inline f32x16 select_less(f32x16 x, f32x16 y, f32x16 p, f32x16 q) {
     return {x.v < y.v ? p.v : q.v};
 }
 
+inline bool all_finite(f32x16 x) {
+    f32_vector difference = x.v - x.v;  // zero for finite numbers alone
+    for (int i = 0; i < kLanes; ++i) {
+        if (difference[i] != 0) return false;
+    }
+    return true;
+}
+
 inline float sum(f32x16 x) {
     float eight[8];
     for (int i = 0; i < 8; ++i) eight[i] = x.v[i] + x.v[i + 8];
