@@ -16,6 +16,7 @@ from ambidex.kernels.cpu.moe import MoEOps
 from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOps
 from ambidex.kernels.cpu.recording import Recorder, Recording
 from ambidex.kernels.cpu.small import SmallOps
+from ambidex.kernels.cpu.unpack import UnpackOps
 from ambidex.kernels.quantized import Quantized, concatenate
 from ambidex.kernels.reference import ACTIVATIONS
 
@@ -39,7 +40,7 @@ class StackedWeight:
 Weight = FloatWeight | PackedWeight | StackedWeight
 
 
-class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps):
+class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps, UnpackOps):
     """One lane's table: its threads compute, and it records steps."""
 
     name = "native"

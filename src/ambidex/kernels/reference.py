@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,11 @@ def pack_head(table: Tensor) -> Tensor:
 def head_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
     """Bytes that :func:`pack_head` takes beside the table."""
     return packed_bytes(shape, dtype) if _has_packed_form(shape[0], dtype) else 0
+
+
+def unpack_gguf(name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
+    """None: this table reads no file formats, ``quant.gguf`` does."""
+    return None
 
 
 def pack_parts(parts: Sequence[Tensor | Quantized]) -> Tensor:

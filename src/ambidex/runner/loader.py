@@ -136,7 +136,7 @@ def load_lane(
         return activation_bytes(model_values, config, groups, length)
 
     table = NameTable(model.names)
-    low_bit = low_bit_source(config, checkpoint)
+    low_bit = low_bit_source(config, checkpoint, device.kernels)
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )

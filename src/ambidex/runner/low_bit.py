@@ -8,22 +8,24 @@ from torch import Tensor
 
 from ambidex.errors import OptionError
 from ambidex.kernels.quantized import Quantized
-from ambidex.quant.forms import FORMS
+from ambidex.quant.forms import ON_LOAD_FORMS
 from ambidex.quant.on_load import quantise
-from ambidex.weights.hub import cache_folder
-from ambidex.weights.quantization import ON_LOAD, resolve_quantization
+from ambidex.weights.hub import cache_dir
+from ambidex.weights.quantization import resolve_quantization
 from ambidex.weights.quantization_cache import QuantizationCache
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
+    from ambidex.kernels.table import Kernels
     from ambidex.weights.checkpoint import Checkpoint
 
 
 class FileForms:
     """Matrices as the checkpoint holds them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         self._checkpoint = checkpoint
+        self._unpack = kernels.unpack_gguf
         self.description = f"{checkpoint.dtype_name} weights as stored, int8 activations"
 
     def num_bytes(self, name: str) -> int | None:
@@ -31,7 +33,7 @@ class FileForms:
         return self._checkpoint.quantized_bytes(name)
 
     def load(self, name: str) -> Tensor | Quantized:
-        return self._checkpoint.load_quantized(name)
+        return self._checkpoint.load_quantized(name, self._unpack)
 
 
 class QuantisedOnLoad:
@@ -48,7 +50,7 @@ class QuantisedOnLoad:
     def num_bytes(self, name: str) -> int | None:
         """Bytes of a tensor in low bits; None where it stays as it is."""
         shape = self._checkpoint.tensor_shape(name)
-        return FORMS[self._kind].num_bytes(*shape) if len(shape) == 2 else None
+        return ON_LOAD_FORMS[self._kind].num_bytes(*shape) if len(shape) == 2 else None
 
     def load(self, name: str) -> Tensor | Quantized:
         if len(self._checkpoint.tensor_shape(name)) != 2:
@@ -62,14 +64,14 @@ class QuantisedOnLoad:
 
 
 def low_bit_source(
-    config: EngineConfig, checkpoint: Checkpoint
+    config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels
 ) -> FileForms | QuantisedOnLoad | None:
     """What gives matrices in low bits; None where all weights are numbers.
 
     Raises OptionError where options contradict each other or the files.
     """
     kind = resolve_quantization(config.model.quantization, checkpoint)
-    if kind in ON_LOAD:
+    if kind in ON_LOAD_FORMS:
         if config.model.dtype != "auto":
             raise OptionError(
                 f"--quantization {kind} and --dtype {config.model.dtype} exclude each other: "
@@ -77,9 +79,9 @@ def low_bit_source(
             )
         cache = None
         if config.quantization_cache:
-            folder = cache_folder() / "quantized"
+            folder = cache_dir() / "quantized"
             cache = QuantizationCache(folder, checkpoint.files, cast(str, kind))
         return QuantisedOnLoad(checkpoint, cast(str, kind), cache)
     if kind is not None and config.model.dtype == "auto":
-        return FileForms(checkpoint)
+        return FileForms(checkpoint, kernels)
     return None

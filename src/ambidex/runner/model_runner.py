@@ -46,7 +46,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         #: Replays a recorded step; None: every step is computed call by call.
         self.replayer = replayer
-        self._sampler = Sampler()
+        self._sampler = Sampler(device.kernels if device.kernels.name == "native" else None)
         self._requests: dict[str, RunnerRequest] = {}
 
     def warm_up(self) -> None:
