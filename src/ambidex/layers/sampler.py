@@ -6,7 +6,7 @@ presence and frequency penalties; temperature; min_p, top_k, top_p; then the dra
 Exact: a row's token and log probabilities depend on that row alone, bitwise; not on the other
 rows, their number, or the number of threads. So every operation here is of one of three kinds:
 rounded once, element by element (+, -, *, /, comparison); one of torch's operations along the
-last dimension that work row by row (softmax, log_softmax, amax); or numpy on one row.
+last dimension that work row by row (softmax, log_softmax, cumsum, amax); or numpy on one row.
 ``torch.sum`` is none of these: it cuts a single long row among threads, which changes bits.
 
 Ties are broken by the lower token id everywhere: greedy, top_k, top_p, ranks.
@@ -412,13 +412,18 @@ def _search(probs: Row, u: float) -> int:
     # adds nothing may be left out, which pays where that is most of it.
     if np.count_nonzero(is_possible) * 8 < len(probs):
         possible = np.flatnonzero(is_possible)
-        sums = np.cumsum(probs[possible], dtype=np.float64)
+        sums = _sums(probs[possible])
         at = int(np.searchsorted(sums, sums[-1] * u, side="right"))
         # u times the sum of all may have been rounded up to it.
         return int(possible[min(at, len(possible) - 1)])
-    sums = np.cumsum(probs, dtype=np.float64)
+    sums = _sums(probs)
     at = int(np.searchsorted(sums, sums[-1] * u, side="right"))
     return at if at < len(probs) else int(np.flatnonzero(is_possible)[-1])
+
+
+def _sums(values: Row) -> NDArray[np.float64]:
+    # One after the other, as numpy's, in a third of the time.
+    return torch.cumsum(torch.from_numpy(values), -1, dtype=torch.float64).numpy()
 
 
 def _probabilities(

@@ -93,7 +93,8 @@ static void scatter(const ScatterArgs& args, const StepParams&, Worker& worker) 
         int64_t end = args.width - column < kColumns ? args.width : column + kColumns;
         for (int64_t c = 0; c < args.top_k; ++c) {
             int64_t at = c;
-            for (; at > 0 && args.experts[first + choices[at - 1]] > args.experts[first + c]; --at) {
+            const int64_t* experts = args.experts + first;
+            for (; at > 0 && experts[choices[at - 1]] > experts[c]; --at) {
                 choices[at] = choices[at - 1];
             }
             choices[at] = c;

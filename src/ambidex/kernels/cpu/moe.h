@@ -1,4 +1,4 @@
-// Mixtures of experts: who computes what, and the sum of it. The products between are a weight's own.
+// Mixtures of experts: who computes what, and the sum of it. The products between are the weights'.
 #pragma once
 
 #include "context.h"

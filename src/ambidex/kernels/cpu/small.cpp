@@ -6,7 +6,9 @@
 namespace ambidex::AMBIDEX_LEVEL {
 
 // The lanes of a vector that begins `rest` numbers before the end.
-inline mask16 first_lanes_of(int64_t rest) { return first_lanes(rest < kLanes ? int(rest) : kLanes); }
+inline mask16 first_lanes_of(int64_t rest) {
+    return first_lanes(rest < kLanes ? int(rest) : kLanes);
+}
 
 static void rms_norm_row(const RmsNormArgs& args, const float* x, const float* residual,
                          float* out) {

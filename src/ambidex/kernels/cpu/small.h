@@ -82,7 +82,9 @@ struct TopKArgs {
 // Columns of a row that one worker looks through at a time.
 constexpr int64_t kPieceColumns = 8192;
 
-static inline int64_t num_pieces(int64_t width) { return (width + kPieceColumns - 1) / kPieceColumns; }
+static inline int64_t num_pieces(int64_t width) {
+    return (width + kPieceColumns - 1) / kPieceColumns;
+}
 
 struct PieceMaximum {
     float value;
