@@ -41,7 +41,7 @@ struct PackedForm {
 
     int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
     int64_t code_bytes() const { return block_bytes(code) * blocks; }
-    static int64_t block_bytes(CodeKind code) {
+    static constexpr int64_t block_bytes(CodeKind code) {
         return code == CodeKind::k8   ? 512
                : code == CodeKind::k6 ? 384
                : code == CodeKind::k5 ? 320

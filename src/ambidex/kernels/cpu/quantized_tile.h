@@ -53,83 +53,120 @@ inline int64_t padded_rows(int64_t rows) {
 }
 
 // A group of rows' records: tile after tile, in each block after block, in each row after row.
-inline Record* record_at(Record* records, int64_t rows, int64_t blocks, int64_t row,
-                         int64_t block) {
+// Returns the first one of a row, and how many lie between two of its blocks.
+inline Record* records_of(Record* records, int64_t rows, int64_t blocks, int64_t row,
+                          int64_t* stride) {
     int64_t first = row / kMaxTile * kMaxTile;
     int64_t rest = rows - first;
     while (row - first >= tile_rows(rest)) {
         first += tile_rows(rest);
         rest -= tile_rows(rest);
     }
-    return records + first * blocks + block * tile_rows(rest) + (row - first);
+    *stride = tile_rows(rest);
+    return records + first * blocks + (row - first);
 }
 
-static void quantise_block(const PackedForm& form, f32x16 a, f32x16 b, Record* record) {
-    float largest = max_lane(max(abs(a), abs(b)));
-    float scale = largest / 127.0f;
-    if (!all_finite(a) || !all_finite(b)) {
-        scale = __builtin_nanf("");
-        a = b = zero_f32();
-    } else if (scale == 0) {
-        a = b = zero_f32();
-    } else {
-        // A scale without all its digits can leave quotients beyond 127.
-        f32x16 divisor = broadcast(scale), low = broadcast(-127.0f), high = broadcast(127.0f);
-        a = min(high, max(low, round(a / divisor)));
-        b = min(high, max(low, round(b / divisor)));
+// What the sum of a block's numbers is multiplied by, where there are no minima.
+inline int32_t start_factor(const PackedForm& form) {
+    if (form.zero_kind != ZeroKind::kConstant) return 1;
+    int32_t offset = code_offset(form.code, false);
+    if (form.code == CodeKind::kTable16) offset += offset * 256;
+    return offset - form.zero;
+}
+
+// 32 inputs in the order of the columns; zeros beyond the last.
+struct Inputs {
+    f32x16 a, b;
+};
+inline Inputs load_block(const PackedForm& form, const int32_t* permutation, const float* row,
+                         int64_t block) {
+    int64_t column = block * kBlock;
+    int64_t count = form.columns - column;
+    if (permutation != nullptr) {
+        float gathered[kBlock] = {};
+        for (int64_t i = 0; i < kBlock && i < count; ++i) {
+            gathered[i] = row[permutation[column + i]];
+        }
+        return {load(gathered), load(gathered + 16)};
     }
+    if (count >= kBlock) return {load(row + column), load(row + column + 16)};
+    Inputs in{load(row + column, first_lanes(count < 16 ? int(count) : 16)), zero_f32()};
+    if (count > 16) in.b = load(row + column + 16, first_lanes(int(count) - 16));
+    return in;
+}
+
+inline void quantise_block(const PackedForm& form, int32_t factor, Inputs in, float scale,
+                           Record* record) {
+    f32x16 divisor = broadcast(scale);
+    if (!(scale > 0)) {  // NaN, too
+        in.a = in.b = zero_f32();
+        divisor = broadcast(1.0f);
+    }
+    // A scale too small for all its digits can leave quotients beyond 127.
+    f32x16 low = broadcast(-127.0f), high = broadcast(127.0f);
+    f32x16 a = min(high, max(low, round(in.a / divisor)));
+    f32x16 b = min(high, max(low, round(in.b / divisor)));
     store_i8(record->q, to_i32(a));
     store_i8(record->q + 16, to_i32(b));
     // Whole numbers of this size add up exactly in float32.
-    float sums[2] = {sum(a), sum(b)};
+    float sums[2] = {0, 0};
     if (form.group_shift > 0) {
-        sums[0] += sums[1];
-        sums[1] = 0;
+        sums[0] = sum(a + b);
+    } else {
+        sums[0] = sum(a);
+        sums[1] = sum(b);
     }
     if (form.has_minimum()) {
         record->sum[0] = scale * sums[0];
         record->sum[1] = scale * sums[1];
     } else {
-        int32_t factor = 1;
-        if (form.zero_kind == ZeroKind::kConstant) {
-            factor = code_offset(form.code, false) - form.zero;
-            if (form.code == CodeKind::kTable16) factor += code_offset(form.code, false) * 256;
-        }
         record->start[0] = factor * int32_t(sums[0]);
         record->start[1] = factor * int32_t(sums[1]);
     }
     record->scale = scale * form.unit;
 }
 
+// Blocks of one row. Scales come first, of several blocks: each one waits long for its division,
+// so they had better wait together.
+inline void quantise_blocks(const PackedForm& form, const int32_t* permutation, const float* row,
+                            int64_t block, int64_t block_end, Record* records, int64_t stride) {
+    constexpr int64_t kBatch = kLanes;
+    const int32_t factor = start_factor(form);
+    for (; block < block_end; block += kBatch) {
+        int64_t count = block_end - block < kBatch ? block_end - block : kBatch;
+        float scales[kBatch] = {};
+        for (int64_t i = 0; i < count; ++i) {
+            Inputs in = load_block(form, permutation, row, block + i);
+            bool finite = all_finite(in.a) && all_finite(in.b);
+            scales[i] = finite ? max_lane(max(abs(in.a), abs(in.b))) : __builtin_nanf("");
+        }
+        store(scales, load(scales) / broadcast(127.0f));
+        for (int64_t i = 0; i < count; ++i) {
+            Inputs in = load_block(form, permutation, row, block + i);
+            quantise_block(form, factor, in, scales[i], records + (block + i) * stride);
+        }
+    }
+}
+
 // Quantises share `part` of `parts` of x's rows.
 static void quantise_rows(const PackedForm& form, const int32_t* permutation, const float* x,
                           int64_t stride, int64_t rows, Record* records, int64_t part,
                           int64_t parts) {
-    int64_t units = padded_rows(rows) * form.blocks;
-    int64_t first = units * part / parts, end = units * (part + 1) / parts;
-    for (int64_t unit = first; unit < end; ++unit) {
-        int64_t row = unit / form.blocks, block = unit % form.blocks;
-        Record* record = record_at(records, rows, form.blocks, row, block);
-        if (row >= rows) {
-            __builtin_memset(static_cast<void*>(record), 0, sizeof *record);
+    const int64_t blocks = form.blocks;
+    const int64_t total = padded_rows(rows) * blocks;
+    const int64_t end = total * (part + 1) / parts;
+    for (int64_t unit = total * part / parts; unit < end;) {
+        int64_t row = unit / blocks, block = unit % blocks;
+        int64_t block_end = blocks < block + (end - unit) ? blocks : block + (end - unit);
+        unit += block_end - block;
+        int64_t tile;
+        Record* record = records_of(records, rows, blocks, row, &tile);
+        if (row < rows) {
+            quantise_blocks(form, permutation, x + row * stride, block, block_end, record, tile);
             continue;
         }
-        const float* in = x + row * stride;
-        int64_t column = block * kBlock;
-        int64_t count = form.columns - column;
-        if (permutation != nullptr) {
-            float gathered[kBlock] = {};
-            for (int64_t i = 0; i < kBlock && i < count; ++i) {
-                gathered[i] = in[permutation[column + i]];
-            }
-            quantise_block(form, load(gathered), load(gathered + 16), record);
-        } else if (count >= kBlock) {
-            quantise_block(form, load(in + column), load(in + column + 16), record);
-        } else {
-            f32x16 a = load(in + column, first_lanes(count < 16 ? int(count) : 16));
-            f32x16 b = zero_f32();
-            if (count > 16) b = load(in + column + 16, first_lanes(int(count) - 16));
-            quantise_block(form, a, b, record);
+        for (; block < block_end; ++block) {
+            __builtin_memset(static_cast<void*>(record + block * tile), 0, sizeof *record);
         }
     }
 }
@@ -176,60 +213,74 @@ template <CodeKind kKind, bool kHalves, Offset kOffset, int kRows>
 static void multiply(const PackedForm& form, const Codebook* codebook, const uint8_t* panel,
                      const Record* records, float* sums) {
     constexpr bool kMinimum = kOffset == Offset::kMinimum;
-    // One row reads weights faster than the processor fetches them by itself.
-    constexpr bool kPrefetch = kRows <= 4;
-    constexpr int64_t kAhead = 2048;
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
-    const int64_t step = PackedForm::block_bytes(kKind);
+    constexpr int64_t kStep = PackedForm::block_bytes(kKind);
+    // Few rows wait for weights: those are read once, front to back, and fetched ahead (of their
+    // use, and in step with it, so that a panel's scales are fetched as well).
+    constexpr bool kPrefetch = kRows <= 4;
+    constexpr int64_t kAhead = 2048, kLines = kStep / 64 + 1;
+    constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
     Words table{}, high_table{};
     if constexpr (kKind == CodeKind::kTable8 || kKind == CodeKind::kTable16) {
         table = table_of(codebook->low);
         high_table = table_of(codebook->high);
     }
-    for (int part = 0; part < kParts; ++part) {
-        const int lane = part * kPart;
+    (void)codebook;
+    for (int first_part = 0; first_part < kParts; first_part += kTogether) {
         const Record* record = records;
-        Floats totals[kRows];
-        for (int r = 0; r < kRows; ++r) totals[r] = Floats{};
-        for (int64_t block = 0; block < form.blocks; ++block, record += kRows) {
-            if (kPrefetch && part == 0) {
-                const uint8_t* ahead = panel + block * ahead_step + kAhead;
-                for (int64_t i = 0; i < ahead_step; i += 64) __builtin_prefetch(ahead + i);
-            }
-            Words codes[8], high[8];
-            unpack<kKind>(panel + block * step + 4 * lane, table, high_table, codes, high);
-            auto piece = [&]<int kPiece>() {
-                const int64_t group = (2 * block + kPiece) >> form.group_shift;
-                Floats scale = load_scale(form, panel, group, block, lane);
-                Floats minimum{};
-                Ints zero{};
-                if constexpr (kMinimum) minimum = load_minimum(form, panel, group, block, lane);
-                if constexpr (kOffset == Offset::kCodes) {
-                    zero = code_offset(kKind, false) -
-                           load_ints_u8(panel + form.zeros + group * kPanelRows + lane);
-                }
-#pragma GCC unroll 16
-                for (int r = 0; r < kRows; ++r) {
-                    const Record& in = record[r];
-                    Ints sum{};
-                    if constexpr (kOffset == Offset::kConstant) sum = all(in.start[kPiece]);
-                    if constexpr (kOffset == Offset::kCodes) sum = zero * in.start[kPiece];
-                    sum = dot<kKind, kMinimum, kPiece * kChunks, kChunks>(sum, codes, in.q);
-                    if constexpr (kKind == CodeKind::kTable16) {
-                        sum += dot<kKind, kMinimum, kPiece * kChunks, kChunks>(Ints{}, high, in.q)
-                               << 8;
-                    }
-                    totals[r] = multiply_add(to_floats(sum), scale * all(in.scale), totals[r]);
-                    if constexpr (kMinimum) {
-                        totals[r] = multiply_add(minimum, all(in.sum[kPiece]), totals[r]);
-                    }
-                }
-            };
-            piece.template operator()<0>();
-            if constexpr (kHalves) piece.template operator()<1>();
+        Floats totals[kTogether][kRows];
+        for (auto& part : totals) {
+            for (Floats& total : part) total = Floats{};
         }
-        for (int r = 0; r < kRows; ++r) store_floats(sums + r * kPanelRows + lane, totals[r]);
+        for (int64_t block = 0; block < form.blocks; ++block, record += kRows) {
+            if (kPrefetch && first_part == 0) {
+                const uint8_t* ahead = panel + block * ahead_step + kAhead;
+#pragma GCC unroll 16
+                for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * 64);
+            }
+#pragma GCC unroll 2
+            for (int part = 0; part < kTogether; ++part) {
+                const int lane = (first_part + part) * kPart;
+                Words codes[8], high[8];
+                unpack<kKind>(panel + block * kStep + 4 * lane, table, high_table, codes, high);
+                auto piece = [&]<int kPiece>() {
+                    const int64_t group = (2 * block + kPiece) >> form.group_shift;
+                    Floats scale = load_scale(form, panel, group, block, lane);
+                    Floats minimum{};
+                    Ints zero{};
+                    if constexpr (kMinimum) minimum = load_minimum(form, panel, group, block, lane);
+                    if constexpr (kOffset == Offset::kCodes) {
+                        zero = code_offset(kKind, false) -
+                               load_ints_u8(panel + form.zeros + group * kPanelRows + lane);
+                    }
+#pragma GCC unroll 16
+                    for (int r = 0; r < kRows; ++r) {
+                        const Record& in = record[r];
+                        Floats& total = totals[part][r];
+                        Ints sum{};
+                        if constexpr (kOffset == Offset::kConstant) sum = all(in.start[kPiece]);
+                        if constexpr (kOffset == Offset::kCodes) sum = zero * in.start[kPiece];
+                        sum = dot<kKind, kMinimum, kPiece * kChunks, kChunks>(sum, codes, in.q);
+                        if constexpr (kKind == CodeKind::kTable16) {
+                            Ints more = dot<kKind, kMinimum, kPiece * kChunks, kChunks>(
+                                Ints{}, high, in.q);
+                            sum += more << 8;
+                        }
+                        total = multiply_add(to_floats(sum), scale * all(in.scale), total);
+                        if constexpr (kMinimum) {
+                            total = multiply_add(minimum, all(in.sum[kPiece]), total);
+                        }
+                    }
+                };
+                piece.template operator()<0>();
+                if constexpr (kHalves) piece.template operator()<1>();
+            }
+        }
+        for (int part = 0; part < kTogether; ++part) {
+            float* out = sums + (first_part + part) * kPart;
+            for (int r = 0; r < kRows; ++r) store_floats(out + r * kPanelRows, totals[part][r]);
+        }
     }
 }
 
