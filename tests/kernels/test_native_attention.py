@@ -190,7 +190,7 @@ def test_attention_is_right(shape: Shape, level: str) -> None:
     chunks[5] = Chunk(5, 131, 300)
     # A number that is rounded to another of int8's 255 is off by up to 1/254 of the largest.
     tolerance = 2e-5 if shape.kv_dtype is not torch.int8 else 2e-2
-    for index, block_size in enumerate(BLOCK_SIZES):
+    for index, block_size in enumerate(BLOCK_SIZES[:: 4 if level == "generic" else 1]):
         ops = OPS[level, 1 + index % 3]
         results = sequences.attend(ops, chunks, block_size, padding=index)
         for chunk, result in zip(chunks, results, strict=True):

@@ -313,14 +313,14 @@ struct Cursor {
 
 // Memory of one worker: a block of query rows, and a packed tile.
 struct Scratch {
-    float* query;   // [rows, head_dim]
-    float* sums;    // [rows, head_dim_padded]
-    float* max;     // [rows]
-    float* total;   // [rows]
-    int* first_seen;  // [rows]
-    int* end_seen;    // [rows]
-    float* keys;    // [head_dim, 64]
-    float* values;  // [64, head_dim_padded]
+    float* query;         // [rows, head_dim]
+    float* sums;          // [rows, head_dim_padded]
+    float* max;           // [rows]
+    float* total;         // [rows]
+    int* first_seen;      // [rows]
+    int* end_seen;        // [rows]
+    float* keys;          // [head_dim, 64]
+    float* values;        // [64, head_dim_padded]
     float* key_scales;    // [64]
     float* value_scales;  // [64]
 
@@ -394,8 +394,9 @@ struct Chunk {
     int64_t sequence, kv_head;
     int64_t first_row, end_row;  // of the sequence
     int64_t first_tile, end_tile;
-    float* partials;  // where results of each tile go, [tile, row, head] with the stride between
-    int64_t tile_stride;  // tiles; null: merged and written to the output
+    // Where results of each tile go, [tile, row, head]; null: they are merged and written out.
+    float* partials;
+    int64_t tile_stride;
 };
 
 static void write_out(const float* sums, float total, int64_t head_dim, float* out) {
@@ -407,8 +408,10 @@ static void write_out(const float* sums, float total, int64_t head_dim, float* o
     }
 }
 
+// `likely_next`: what this worker will probably do then; null if that is unknown.
 template <class Read>
-static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch) {
+static void attend_chunk(const Plan& plan, const Chunk& chunk, const Chunk* likely_next,
+                         Scratch& scratch) {
     const AttentionArgs& args = plan.args;
     const KvCacheArgs& cache = args.cache;
     int64_t head_dim = cache.head_dim, padded = round_up(head_dim, kLanes);
@@ -441,9 +444,13 @@ static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch)
         int64_t start = tile * kTile;
         CachedTile<Read>& cached = tiles[tile % 2];
         cached.next = nullptr;
+        CachedTile<Read>& next = tiles[(tile + 1) % 2];
         if (tile + 1 < chunk.end_tile) {
-            CachedTile<Read>& next = tiles[(tile + 1) % 2];
             locate(blocks, cache, chunk.kv_head, tile + 1, next);
+            cached.next = &next;
+        } else if (likely_next != nullptr) {
+            locate(Blocks(cache, plan.step, likely_next->sequence), cache, likely_next->kv_head,
+                   likely_next->first_tile, next);
             cached.next = &next;
         }
         if (Read::kScaled) {
@@ -504,8 +511,8 @@ static void attend_chunk(const Plan& plan, const Chunk& chunk, Scratch& scratch)
 }
 
 // Chunk `index` of a wave.
-static void run_chunk(const Plan& plan, const Cursor& cursor, int64_t index, float* partials,
-                      Scratch& scratch) {
+static Chunk chunk_at(const Plan& plan, Cursor& cursor, int64_t index, float* partials) {
+    cursor.find(index);
     const AttentionArgs& args = plan.args;
     int64_t i = cursor.sequence, per_head = plan.chunks_per_head(i, cursor.wave);
     int64_t part = (index - cursor.begin) % per_head, rows = plan.num_rows(i);
@@ -532,11 +539,32 @@ static void run_chunk(const Plan& plan, const Cursor& cursor, int64_t index, flo
         chunk.first_tile = plan.first_tile(start + chunk.first_row);
         chunk.end_tile = divide_up(start + chunk.end_row, kTile);
     }
-    switch (args.cache.type) {
-        case KvType::kF32: return attend_chunk<ReadF32>(plan, chunk, scratch);
-        case KvType::kF16: return attend_chunk<ReadF16>(plan, chunk, scratch);
-        case KvType::kBF16: return attend_chunk<ReadBF16>(plan, chunk, scratch);
-        case KvType::kI8: return attend_chunk<ReadI8>(plan, chunk, scratch);
+    return chunk;
+}
+
+static void attend_wave(const Plan& plan, int64_t wave, float* partials, Scratch& scratch,
+                        Worker& worker) {
+    Cursor cursor(plan, wave), ahead(plan, wave);
+    int64_t num_chunks = plan.num_chunks(wave);
+    for (int64_t index; (index = worker.next(num_chunks)) >= 0;) {
+        Chunk chunk = chunk_at(plan, cursor, index, partials), next{};
+        const Chunk* likely_next = nullptr;
+        if (index + 1 < num_chunks) {
+            next = chunk_at(plan, ahead, index + 1, partials);
+            likely_next = &next;
+        }
+        switch (plan.args.cache.type) {
+            case KvType::kF32:
+                attend_chunk<ReadF32>(plan, chunk, likely_next, scratch);
+                break;
+            case KvType::kF16:
+                attend_chunk<ReadF16>(plan, chunk, likely_next, scratch);
+                break;
+            case KvType::kBF16:
+                attend_chunk<ReadBF16>(plan, chunk, likely_next, scratch);
+                break;
+            case KvType::kI8: attend_chunk<ReadI8>(plan, chunk, likely_next, scratch); break;
+        }
     }
 }
 
@@ -600,12 +628,7 @@ static void attention(const AttentionArgs& args, const StepParams& step, Worker&
     float* partials = sums + plan.row_floats();
     for (int64_t wave = 0; wave < plan.num_waves; ++wave) {
         if (wave > 0) worker.barrier();
-        Cursor cursor(plan, wave);
-        int64_t num_chunks = plan.num_chunks(wave);
-        for (int64_t chunk; (chunk = worker.next(num_chunks)) >= 0;) {
-            cursor.find(chunk);
-            run_chunk(plan, cursor, chunk, partials, scratch);
-        }
+        attend_wave(plan, wave, partials, scratch, worker);
         if (!plan.cuts_tiles) continue;
         worker.barrier();
         merge_wave(plan, wave, sums, partials, worker);

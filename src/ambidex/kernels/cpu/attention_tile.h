@@ -66,28 +66,27 @@ struct CachedTile {
     const float* value_scales[kTile / kUnit];
     int64_t head_dim;
     const CachedTile* next = nullptr;  // what is read after this
-    static constexpr int kChannelsPerLine = 64 / (kUnit * sizeof(typename Read::Type));
+    static constexpr int kLine = 64 / sizeof(typename Read::Type);
+    static constexpr int kRowsPerLine = kLine / kUnit;
 
     f32x16 key(int vector, int64_t channel) const {
         return Read::read_pair(keys[2 * vector] + channel * kUnit,
                                keys[2 * vector + 1] + channel * kUnit);
     }
     bool has_next() const { return next != nullptr; }
-    // Fetches a share of the next tile, while the scores of this one are computed.
-    void fetch_ahead(int64_t channel) const {
-        int64_t phase = channel % kChannelsPerLine;
-        if (phase == 0) {
-            AMBIDEX_UNROLL
-            for (int i = 0; i < kTile / kUnit; ++i) {
-                __builtin_prefetch(next->keys[i] + channel * kUnit);
-            }
-        } else if (phase == kChannelsPerLine / 2) {
-            AMBIDEX_UNROLL
-            for (int i = 0; i < kTile / kUnit; ++i) {
-                __builtin_prefetch(next->values[i] + (channel - phase) * kUnit);
-            }
-        }
+    // Fetches a share of the next tile's keys while scores are computed, and of its values while
+    // values are summed up, so that the memory is never idle.
+    void fetch_keys(int64_t channel) const {
+        if (channel % kRowsPerLine != 0) return;
+        AMBIDEX_UNROLL
+        for (int i = 0; i < kTile / kUnit; ++i) fetch(next->keys[i] + channel * kUnit);
     }
+    void fetch_values(int token) const {
+        const auto* first = next->values[token / kUnit] + (token % kUnit) * head_dim;
+        for (int64_t i = 0; i < head_dim; i += kLine) fetch(first + i);
+    }
+    // To the second cache: the first one is full of this tile.
+    static void fetch(const typename Read::Type* p) { __builtin_prefetch(p, 0, 2); }
     const typename Read::Type* value_row(int token) const {
         return values[token / kUnit] + (token % kUnit) * head_dim;
     }
@@ -105,7 +104,8 @@ struct PackedTile {
         return load(keys + channel * kTile + vector * kLanes);
     }
     static bool has_next() { return false; }
-    void fetch_ahead(int64_t) const {}
+    static void fetch_keys(int64_t) {}
+    static void fetch_values(int) {}
     const float* value_row(int token) const { return values + token * head_dim_padded; }
     int64_t value_stride() const { return head_dim_padded; }
     static f32x16 value(const float* p) { return load(p); }
@@ -137,7 +137,7 @@ inline void scores(const Tile& tile, const RowGroup& rows, int vector, float* ou
     int64_t stride = rows.head_dim;
     bool fetches = V == num_vectors(R) && vector == 0 && tile.has_next();
     for (int64_t channel = 0; channel < rows.head_dim; ++channel) {
-        if (fetches) tile.fetch_ahead(channel);
+        if (fetches) tile.fetch_keys(channel);
         f32x16 key[V];
         AMBIDEX_UNROLL
         for (int v = 0; v < V; ++v) key[v] = tile.key(vector + v, channel);
@@ -228,11 +228,13 @@ inline void weighted_values(const Tile& tile, const RowGroup& rows, const float*
         for (int w = 0; w < W; ++w) sums[r][w] = zero_f32();
     }
     int64_t stride = tile.value_stride();
+    bool fetches = column == 0 && tile.has_next();
     for (int token = first; token < end;) {
         const auto* p = tile.value_row(token) + column;
         int unit_end = token - token % kUnit + kUnit;
         if (unit_end > end) unit_end = end;
         for (; token < unit_end; ++token, p += stride) {
+            if (fetches) tile.fetch_values(token);
             f32x16 value[W];
             AMBIDEX_UNROLL
             for (int w = 0; w < W; ++w) value[w] = tile.value(p + w * kLanes);
