@@ -215,10 +215,10 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
     constexpr bool kMinimum = kOffset == Offset::kMinimum;
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
     constexpr int64_t kStep = PackedForm::block_bytes(kKind);
-    // Few rows wait for weights: those are read once, front to back, and fetched ahead (of their
-    // use, and in step with it, so that a panel's scales are fetched as well).
+    // Few rows wait for weights: those are read once, front to back, and fetched into the second
+    // cache ahead of their use, in step with it, so that a panel's scales are fetched as well.
     constexpr bool kPrefetch = kRows <= 4;
-    constexpr int64_t kAhead = 2048, kLines = kStep / 64 + 1;
+    constexpr int64_t kAhead = 12288, kLines = kStep / 64 + 1;
     constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
     Words table{}, high_table{};
@@ -237,7 +237,7 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
             if (kPrefetch && first_part == 0) {
                 const uint8_t* ahead = panel + block * ahead_step + kAhead;
 #pragma GCC unroll 16
-                for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * 64);
+                for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * 64, 0, 2);
             }
 #pragma GCC unroll 2
             for (int part = 0; part < kTogether; ++part) {
