@@ -215,9 +215,8 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
     constexpr bool kMinimum = kOffset == Offset::kMinimum;
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
     constexpr int64_t kStep = PackedForm::block_bytes(kKind);
-    // Few rows wait for weights: those are read once, front to back, and fetched into the second
-    // cache ahead of their use, in step with it, so that a panel's scales are fetched as well.
-    constexpr bool kPrefetch = kRows <= 4;
+    // Weights are fetched into the second cache ahead of their use, front to back and in step with
+    // it, so that a panel's scales are fetched as well: without, even 16 rows wait for memory.
     constexpr int64_t kAhead = 12288, kLines = kStep / 64 + 1;
     constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
@@ -234,7 +233,7 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
             for (Floats& total : part) total = Floats{};
         }
         for (int64_t block = 0; block < form.blocks; ++block, record += kRows) {
-            if (kPrefetch && first_part == 0) {
+            if (first_part == 0) {
                 const uint8_t* ahead = panel + block * ahead_step + kAhead;
 #pragma GCC unroll 16
                 for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * 64, 0, 2);
