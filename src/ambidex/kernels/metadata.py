@@ -44,5 +44,3 @@ class AttentionMetadata:
     group: int = 0
     #: What a kernel table derives from the above once a step and uses in every layer.
     derived: dict[str, Any] = field(default_factory=dict)
-    #: Which KV group it is.
-    group: int = 0

@@ -72,6 +72,32 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
             return super()._empty(like, *shape)
         return self._recorder.empty((like.shape[0], *shape), self._recorder.rows(like))
 
+    def _empty_ids(self, like: Tensor, width: int) -> Tensor:
+        if self._recorder is None:
+            return super()._empty_ids(like, width)
+        return self._recorder.empty((like.shape[0], 2 * width)).view(torch.int64)
+
+    def _kept_ids(self, size: int) -> Tensor:
+        ids = super()._kept_ids(size)
+        if self._recorder is not None:
+            self._recorder.kept.append(ids)
+        return ids
+
+    def _expert_counts(self, x: Tensor, counts: Tensor) -> list[int]:
+        if self._recorder is None:
+            return super()._expert_counts(x, counts)
+        return [x.shape[0]] * len(counts)
+
+    def _counted(self, x: Tensor, count: int, address: int) -> Tensor:
+        if self._recorder is None:
+            return super()._counted(x, count, address)
+        self._context.set_condition(address)
+        # The rows of a number that is computed in the step: see Rows in step.h.
+        return self._recorder.empty((count, x.shape[1]), rows=-address)
+
+    def _end_counted(self) -> None:
+        self._context.set_condition(0)
+
     def _logit_rows_out(self, x: Tensor, rows: Sequence[int], width: int) -> tuple[Tensor, int]:
         recorder = self._recorder
         if recorder is None:
@@ -192,7 +218,10 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         try:
             hidden, logits = compute(max_tokens)
             program: Any = self._context.end_recording()
-            return Recording(program, self._recorder.arena, hidden, logits, self._context.replay)
+            recorder = self._recorder
+            return Recording(
+                program, recorder.arena, recorder.kept, hidden, logits, self._context.replay
+            )
         finally:
             self._context.end_recording()
             self._recorder = None

@@ -51,9 +51,7 @@ class Kernels(Protocol):
     def pack_parts(self, parts: Sequence[Tensor | Quantized]) -> Weight:
         """:meth:`pack` of the rows of all ``parts``, one below the other; forms may differ."""
 
-    def unpack_gguf(
-        self, name: str, type_name: str, rows: Any, columns: int
-    ) -> Quantized | None:
+    def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
         """Rows of a GGUF block format [rows, bytes a row] uint8; None where ``quant.gguf`` is to
         read them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -80,8 +80,8 @@ def low_bit_source(
         cache = None
         if config.quantization_cache:
             folder = cache_dir() / "quantized"
-            cache = QuantizationCache(folder, checkpoint.files, cast(str, kind))
-        return QuantisedOnLoad(checkpoint, cast(str, kind), cache)
+            cache = QuantizationCache(folder, checkpoint.files, kind)
+        return QuantisedOnLoad(checkpoint, kind, cache)
     if kind is not None and config.model.dtype == "auto":
         return FileForms(checkpoint, kernels)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, Step
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kv.cache import KVCache
+    from ambidex.layers.sampler import BestTokens
     from ambidex.models.registry import CausalLM
     from ambidex.runner.replay import Replayer
 
@@ -46,7 +47,8 @@ class ModelRunner:
         self.kv_cache = kv_cache
         #: Replays a recorded step; None: every step is computed call by call.
         self.replayer = replayer
-        self._sampler = Sampler(device.kernels if device.kernels.name == "native" else None)
+        is_native = device.kernels.name == "native"
+        self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
 
     def warm_up(self) -> None:

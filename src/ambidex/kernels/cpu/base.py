@@ -33,6 +33,14 @@ class NativeBase:
         """Memory for a float32 result with as many rows as ``like``."""
         return torch.empty((like.shape[0], *shape), dtype=torch.float32)
 
+    def _empty_ids(self, like: Tensor, width: int) -> Tensor:
+        """Memory for an int64 result with as many rows as ``like``."""
+        return torch.empty((like.shape[0], width), dtype=torch.int64)
+
+    def _kept_ids(self, size: int) -> Tensor:
+        """[size] int64 that lives as long as the calls that are told its address."""
+        return torch.empty(size, dtype=torch.int64)
+
     def _check_rows(self, x: Tensor, what: str, width: int | None = None) -> None:
         """Raises KernelError unless ``x`` is a float32 matrix on the CPU, rows contiguous."""
         if x.device.type != "cpu":

@@ -24,6 +24,8 @@ struct Call {
 
     Invoke invoke;
     void (*kernel)();
+    // The call is left out where this number is zero; null: it never is.
+    const int64_t* condition = nullptr;
     alignas(16) std::byte args[kMaxBytes];
 
     template <class Args>
@@ -56,6 +58,8 @@ class Context {
     ThreadGroup threads;
     StepParams step;
     std::shared_ptr<Program> recording;
+    // Of the calls that are recorded now; see Call.
+    const int64_t* condition = nullptr;
     int64_t num_runs = 0;  // how often the threads were started
 
     // Runs the kernel now, or appends it to the recording. `shared_bytes`: memory that its
@@ -65,6 +69,7 @@ class Context {
         threads.reserve_shared(shared_bytes);
         Call call(kernel, args);
         if (recording) {
+            call.condition = condition;
             recording->calls.push_back(call);
             return;
         }
@@ -86,9 +91,14 @@ class Context {
         threads.run(
             [](void* data, Worker& worker) {
                 const Span& span = *static_cast<const Span*>(data);
+                bool is_first = true;
                 for (size_t i = 0; i < span.count; ++i) {
-                    if (i > 0) worker.barrier();
-                    span.calls[i].invoke(span.calls[i], *span.step, worker);
+                    const Call& call = span.calls[i];
+                    // Written before the last barrier: all workers read the same.
+                    if (call.condition != nullptr && *call.condition == 0) continue;
+                    if (!is_first) worker.barrier();
+                    is_first = false;
+                    call.invoke(call, *span.step, worker);
                 }
             },
             &span);

@@ -56,6 +56,10 @@ NB_MODULE(_native, module) {
                  nb::gil_scoped_release release;
                  self.replay(program);
              })
+        .def("set_condition",
+             [](Context& self, Address address) {
+                 self.condition = pointer<const int64_t>(address);
+             })
         .def("set_tokens",
              [](Context& self, int64_t num_tokens, Address token_ids, Address positions) {
                  self.step.num_tokens = num_tokens;

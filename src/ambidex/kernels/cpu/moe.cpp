@@ -39,11 +39,12 @@ inline bool goes_before(const float* values, int64_t a, int64_t b) {
     return x > y || (x == y && a < b);
 }
 
-static void route(const RouteArgs& args, const StepParams&, Worker& worker) {
+static void route(const RouteArgs& args, const StepParams& step, Worker& worker) {
+    int64_t rows = args.rows.count(step);
     size_t num_bytes = size_t(args.num_experts) * sizeof(float);
     float* values = reinterpret_cast<float*>(worker.scratch(num_bytes));
-    int64_t end = args.num_rows * (worker.id() + 1) / worker.count();
-    for (int64_t row = args.num_rows * worker.id() / worker.count(); row < end; ++row) {
+    int64_t end = rows * (worker.id() + 1) / worker.count();
+    for (int64_t row = rows * worker.id() / worker.count(); row < end; ++row) {
         const float* logits = args.logits + row * args.stride;
         for (int64_t i = 0; i < args.num_experts; ++i) values[i] = logits[i];
         if (args.softmax_first) softmax(values, args.num_experts);
@@ -70,45 +71,63 @@ static void route(const RouteArgs& args, const StepParams&, Worker& worker) {
     }
 }
 
-static void gather(const GatherArgs& args, const StepParams&, Worker& worker) {
-    int64_t end = args.num_out * (worker.id() + 1) / worker.count();
-    for (int64_t at = args.num_out * worker.id() / worker.count(); at < end; ++at) {
-        const float* x = args.x + args.order[at] / args.top_k * args.x_stride;
-        float* out = args.out + at * args.width;
-        for (int64_t i = 0; i < args.width; i += kLanes) {
-            mask16 mask = lanes_before(args.width, i);
-            store(out + i, load(x + i, mask), mask);
+static void group(const GroupArgs& args, const StepParams& step, Worker& worker) {
+    if (worker.id() != 0) return;
+    int64_t count = args.rows.count(step) * args.top_k;
+    for (int64_t e = 0; e < args.num_experts; ++e) args.counts[e] = 0;
+    for (int64_t i = 0; i < count; ++i) ++args.counts[args.experts[i]];
+    int64_t begin = 0;
+    for (int64_t e = 0; e < args.num_experts; ++e) {
+        args.starts[e] = begin;
+        begin += args.counts[e];
+        args.counts[e] = 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        int64_t e = args.experts[i];
+        args.order[args.starts[e] + args.counts[e]++] = i;
+    }
+}
+
+static void gather(const GatherArgs& args, const StepParams& step, Worker& worker) {
+    int64_t rows = args.rows.count(step);
+    const int64_t* order = args.order + *args.start;
+    int64_t first = rows * worker.id() / worker.count();
+    int64_t end = rows * (worker.id() + 1) / worker.count();
+    for (int64_t i = first; i < end; ++i) {
+        const float* from = args.x + order[i] / args.top_k * args.x_stride;
+        float* out = args.out + i * args.width;
+        for (int64_t c = 0; c < args.width; c += kLanes) {
+            mask16 mask = first_lanes(int(args.width - c < kLanes ? args.width - c : kLanes));
+            store(out + c, load(from + c, mask), mask);
         }
     }
 }
 
-static void scatter(const ScatterArgs& args, const StepParams&, Worker& worker) {
-    constexpr int64_t kColumns = 512;
-    int64_t pieces = (args.width + kColumns - 1) / kColumns;
-    int64_t units = args.num_rows * pieces;
-    auto* choices = reinterpret_cast<int64_t*>(worker.scratch(size_t(args.top_k) * 8));
-    int64_t end_unit = units * (worker.id() + 1) / worker.count();
-    for (int64_t unit = units * worker.id() / worker.count(); unit < end_unit; ++unit) {
-        int64_t first = unit / pieces * args.top_k, column = unit % pieces * kColumns;
-        int64_t end = args.width - column < kColumns ? args.width : column + kColumns;
-        for (int64_t c = 0; c < args.top_k; ++c) {
-            int64_t at = c;
-            const int64_t* experts = args.experts + first;
-            for (; at > 0 && experts[choices[at - 1]] > experts[c]; --at) {
-                choices[at] = choices[at - 1];
-            }
-            choices[at] = c;
+static void scatter(const ScatterArgs& args, const StepParams& step, Worker& worker) {
+    int64_t rows = args.rows.count(step);
+    const int64_t* order = args.order + *args.start;
+    int64_t first = rows * worker.id() / worker.count();
+    int64_t end = rows * (worker.id() + 1) / worker.count();
+    for (int64_t i = first; i < end; ++i) {
+        const float* result = args.results + i * args.width;
+        float* out = args.out + order[i] / args.top_k * args.out_stride;
+        f32x16 weight = broadcast(args.weights[order[i]]);
+        for (int64_t c = 0; c < args.width; c += kLanes) {
+            mask16 mask = first_lanes(int(args.width - c < kLanes ? args.width - c : kLanes));
+            store(out + c, fma(load(result + c, mask), weight, load(out + c, mask)), mask);
         }
-        float* out = args.out + unit / pieces * args.width;
-        for (int64_t i = column; i < end; i += kLanes) {
-            mask16 mask = lanes_before(end, i);
-            f32x16 total = zero_f32();
-            for (int64_t c = 0; c < args.top_k; ++c) {
-                int64_t choice = first + choices[c];
-                f32x16 result = load(args.results[choice] + i, mask);
-                total = fma(result, broadcast(args.weights[choice]), total);
-            }
-            store(out + i, total, mask);
+    }
+}
+
+static void clear(const ClearArgs& args, const StepParams& step, Worker& worker) {
+    int64_t rows = args.rows.count(step);
+    int64_t first = rows * worker.id() / worker.count();
+    int64_t end = rows * (worker.id() + 1) / worker.count();
+    for (int64_t row = first; row < end; ++row) {
+        float* out = args.out + row * args.stride;
+        for (int64_t c = 0; c < args.width; c += kLanes) {
+            mask16 mask = first_lanes(int(args.width - c < kLanes ? args.width - c : kLanes));
+            store(out + c, zero_f32(), mask);
         }
     }
 }

@@ -8,34 +8,58 @@ namespace ambidex {
 // Chooses top_k experts a row by the largest numbers, the lower expert of equals.
 struct RouteArgs {
     const float* logits;
-    float* weights;    // [num_rows, top_k]
-    int64_t* experts;  // [num_rows, top_k], by falling weight
-    int64_t stride, num_rows, num_experts, top_k;
+    float* weights;    // [rows, top_k]
+    int64_t* experts;  // [rows, top_k], by falling weight
+    int64_t stride, num_experts, top_k;
+    Rows rows;
     bool softmax_first;  // weights are shares of all experts, not of the chosen
     bool normalise;      // shares are divided by their sum
 };
 
-// out[i] = x[order[i] / top_k].
+// Sorts the choices of all rows by expert, rows rising within one. Expert e's choices are
+// order[starts[e]] .. order[starts[e] + counts[e] - 1]; choice / top_k is the row.
+struct GroupArgs {
+    const int64_t* experts;  // [rows, top_k]
+    int64_t* order;          // [rows * top_k]
+    int64_t* starts;         // [num_experts]
+    int64_t* counts;         // [num_experts]
+    int64_t num_experts, top_k;
+    Rows rows;
+};
+
+// The rows of one expert: out[i] = x[order[*start + i] / top_k].
 struct GatherArgs {
     const float* x;
     const int64_t* order;
+    const int64_t* start;
     float* out;
-    int64_t x_stride, num_out, width, top_k;
+    int64_t x_stride, width, top_k;
+    Rows rows;
 };
 
-// out[row] = the sum, by rising expert, of weights[row, c] times the result for choice c of row.
+// out[row] += weight * result, for each row of one expert.
 struct ScatterArgs {
-    const float* const* results;  // [num_rows * top_k] where each choice's result lies
-    const float* weights;         // [num_rows, top_k]
-    const int64_t* experts;       // [num_rows, top_k]
+    const float* results;
+    const int64_t* order;
+    const int64_t* start;
+    const float* weights;  // [rows, top_k]
     float* out;
-    int64_t num_rows, width, top_k;
+    int64_t out_stride, width, top_k;
+    Rows rows;
+};
+
+struct ClearArgs {
+    float* out;
+    int64_t stride, width;
+    Rows rows;
 };
 
 #define AMBIDEX_MOE_KERNELS(X) \
     X(route, RouteArgs)        \
+    X(group, GroupArgs)        \
     X(gather, GatherArgs)      \
-    X(scatter, ScatterArgs)
+    X(scatter, ScatterArgs)    \
+    X(clear, ClearArgs)
 
 struct MoeTable {
 #define X(name, Args) Kernel<Args> name;

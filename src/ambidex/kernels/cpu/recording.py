@@ -69,6 +69,8 @@ class Recorder:
         self.max_logits = max_logits
         #: Row codes of tensors whose number of rows is computed in the step, by address.
         self._computed: dict[int, int] = {}
+        #: Memory that calls are told the address of, and nothing else holds.
+        self.kept: list[Tensor] = []
 
     def rows(self, x: Tensor) -> int | None:
         """The row code of ``x`` where its number of rows is computed in the step."""
@@ -90,6 +92,7 @@ class Recording:
 
     program: Any
     arena: Arena
+    kept: list[Tensor]
     #: [max tokens, hidden]: rows of this step's tokens.
     hidden: Tensor
     #: [max logit rows, vocab]
