@@ -143,9 +143,7 @@ class MoEOps(NativeBase):
     def _end_counted(self) -> None:
         """Calls that follow are never left out."""
 
-    def _check_routing(
-        self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int
-    ) -> int:
+    def _check_routing(self, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int) -> int:
         """The number of experts a row, of routing that fits ``x``."""
         for tensor, dtype, what in (
             (weights, torch.float32, "weights"),
