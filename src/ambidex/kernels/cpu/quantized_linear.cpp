@@ -47,30 +47,37 @@ static void finish_gated(const QuantizedLinearArgs& args, const float* gates, co
     }
 }
 
-// How a group of rows' product is cut into chunks, of some panels and some tiles each.
+// How a group of rows' product is cut: chunks of about equally many panels, and of about equally
+// many blocks of 16 rows where there are few panels for the workers.
 struct Chunks {
-    int64_t panels;        // a chunk
-    int64_t panel_chunks;
-    int64_t tiles;         // of 16 rows, a chunk
-    int64_t tile_chunks;
-};
+    int64_t panels, panel_chunks;
+    int64_t row_blocks, row_chunks;
 
-static Chunks cut(int64_t panels, int64_t panel_bytes, int64_t rows, int64_t workers) {
-    constexpr int64_t kChunkBytes = 1 << 17;  // stay in the second cache while tiles pass
-    constexpr int64_t kChunksPerWorker = 4;
-    Chunks chunks;
-    int64_t most = kChunkBytes / panel_bytes;
-    chunks.panels = panels / (workers * kChunksPerWorker);
-    if (chunks.panels > most) chunks.panels = most;
-    if (chunks.panels < 1) chunks.panels = 1;
-    chunks.panel_chunks = (panels + chunks.panels - 1) / chunks.panels;
-    int64_t tiles = (rows + 15) / 16;
-    int64_t wanted = (workers * kChunksPerWorker + chunks.panel_chunks - 1) / chunks.panel_chunks;
-    if (wanted > tiles) wanted = tiles;
-    chunks.tiles = (tiles + wanted - 1) / wanted;
-    chunks.tile_chunks = (tiles + chunks.tiles - 1) / chunks.tiles;
-    return chunks;
-}
+    Chunks(int64_t num_panels, int64_t panel_bytes, int64_t rows, int64_t workers)
+        : panels(num_panels), row_blocks((rows + 15) / 16) {
+        constexpr int64_t kChunkBytes = 1 << 17;  // stay in the second cache while rows pass
+        constexpr int64_t kRounds = 4;
+        int64_t rounds = panels * panel_bytes / (kChunkBytes * workers) + 1;
+        if (rounds < kRounds) rounds = kRounds;
+        panel_chunks = rounds * workers;
+        if (panel_chunks > panels) panel_chunks = panels;
+        row_chunks = (kRounds * workers + panel_chunks - 1) / panel_chunks;
+        if (row_chunks > row_blocks) row_chunks = row_blocks;
+    }
+    int64_t count() const { return panel_chunks * row_chunks; }
+    int64_t first_panel(int64_t chunk) const {
+        return panels * (chunk / row_chunks) / panel_chunks;
+    }
+    int64_t end_panel(int64_t chunk) const {
+        return panels * (chunk / row_chunks + 1) / panel_chunks;
+    }
+    int64_t first_row(int64_t chunk) const {
+        return row_blocks * (chunk % row_chunks) / row_chunks * 16;
+    }
+    int64_t end_row(int64_t chunk) const {
+        return row_blocks * (chunk % row_chunks + 1) / row_chunks * 16;
+    }
+};
 
 template <bool kGated>
 static void multiply_rows(const QuantizedLinearArgs& args, const Record* records, int64_t first,
@@ -78,15 +85,14 @@ static void multiply_rows(const QuantizedLinearArgs& args, const Record* records
     const PackedForm& form = args.form;
     const int64_t panels = kGated ? form.rows / 2 / kPanelRows : form.panels();
     const int64_t panel_bytes = form.panel_bytes;
-    const Chunks chunks = cut(panels, kGated ? 2 * panel_bytes : panel_bytes, rows, worker.count());
+    const Chunks chunks(panels, kGated ? 2 * panel_bytes : panel_bytes, rows, worker.count());
     alignas(64) float sums[2][16 * kPanelRows];
     while (true) {
-        int64_t chunk = worker.next(chunks.panel_chunks * chunks.tile_chunks);
+        int64_t chunk = worker.next(chunks.count());
         if (chunk < 0) return;
-        int64_t panel = chunk / chunks.tile_chunks * chunks.panels;
-        int64_t panel_end = panel + chunks.panels < panels ? panel + chunks.panels : panels;
-        int64_t row = chunk % chunks.tile_chunks * chunks.tiles * 16;
-        int64_t row_end = row + chunks.tiles * 16 < rows ? row + chunks.tiles * 16 : rows;
+        int64_t panel = chunks.first_panel(chunk), panel_end = chunks.end_panel(chunk);
+        int64_t row = chunks.first_row(chunk), row_end = chunks.end_row(chunk);
+        if (row_end > rows) row_end = rows;
         while (row < row_end) {
             int tile = tile_rows(rows - row);
             int64_t filled = tile < rows - row ? tile : rows - row;

@@ -215,9 +215,9 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
     constexpr bool kMinimum = kOffset == Offset::kMinimum;
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
     constexpr int64_t kStep = PackedForm::block_bytes(kKind);
-    // Weights are fetched into the second cache ahead of their use, front to back and in step with
-    // it, so that a panel's scales are fetched as well: without, even 16 rows wait for memory.
-    constexpr int64_t kAhead = 12288, kLines = kStep / 64 + 1;
+    // Weights are fetched into the second and the first cache ahead of their use, front to back and
+    // in step with it, so that a panel's scales are fetched as well: else even 16 rows wait for them.
+    constexpr int64_t kFar = 12288, kNear = 1536, kLines = kStep / 64 + 1;
     constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
     Words table{}, high_table{};
@@ -234,9 +234,12 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
         }
         for (int64_t block = 0; block < form.blocks; ++block, record += kRows) {
             if (first_part == 0) {
-                const uint8_t* ahead = panel + block * ahead_step + kAhead;
+                const uint8_t* near = panel + block * ahead_step + kNear;
 #pragma GCC unroll 16
-                for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * 64, 0, 2);
+                for (int i = 0; i < kLines; ++i) {
+                    __builtin_prefetch(near + (kFar - kNear) + i * 64, 0, 2);
+                    __builtin_prefetch(near + i * 64, 0, 3);
+                }
             }
 #pragma GCC unroll 2
             for (int part = 0; part < kTogether; ++part) {
