@@ -56,6 +56,11 @@ NB_MODULE(_native, module) {
                  nb::gil_scoped_release release;
                  self.replay(program);
              })
+        .def("replay_timed",
+             [](Context& self, const Program& program) {
+                 nb::gil_scoped_release release;
+                 return self.replay_timed(program);
+             })
         .def("set_condition",
              [](Context& self, Address address) {
                  self.condition = pointer<const int64_t>(address);
