@@ -216,7 +216,7 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
     constexpr int64_t kStep = PackedForm::block_bytes(kKind);
     // Weights are fetched into the second and the first cache ahead of their use, front to back and
-    // in step with it, so that a panel's scales are fetched as well: else even 16 rows wait for them.
+    // in step with it, so that a panel's scales are fetched as well. Else even 16 rows wait.
     constexpr int64_t kFar = 12288, kNear = 1536, kLines = kStep / 64 + 1;
     constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
