@@ -85,12 +85,14 @@ class Session:
         self.num_blocks_left = 0
 
     def _spoil(self, group: int, block: int) -> None:
-        where = slice(block * self.block_size, (block + 1) * self.block_size)
+        num_slots = (self.cache.num_blocks[group] + 1) * self.block_size
         for layer in self.groups[group].layers:
             keys, values = self.cache.layer(layer)
-            keys[:, where] = float("nan")
             # write_kv never stores a value that is not finite.
-            values[:, where] = torch.finfo(values.dtype).max
+            for store, garbage in ((keys, float("nan")), (values, torch.finfo(values.dtype).max)):
+                # Some layouts hold several tokens an entry.
+                size = self.block_size * store.shape[1] // num_slots
+                store[:, block * size : (block + 1) * size] = garbage
 
     @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
