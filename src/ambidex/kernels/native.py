@@ -106,27 +106,27 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
 
     # ---------------------------------------------------------------- weights of any form
 
-    def pack(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
+    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> FloatWeight | PackedWeight:
         """A matrix [out, in] in this table's layout."""
         if isinstance(weight, Quantized):
-            return self.pack_quantized(weight)
+            return self.pack_quantized(weight, precise)
         return self.pack_float(weight)
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized]) -> Weight:
+    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
         """:meth:`pack` of the rows of all ``parts``, one below the other."""
         if len(parts) == 1:
-            return self.pack(parts[0])
+            return self.pack(parts[0], precise)
         low_bit = [part for part in parts if isinstance(part, Quantized)]
         if not low_bit:
             return self.pack(torch.cat(list(parts)))  # type: ignore[arg-type]
         joined = concatenate(low_bit) if len(low_bit) == len(parts) else None
         if joined is not None:
-            return self.pack(joined)
-        return StackedWeight(tuple(self.pack(part) for part in parts))
+            return self.pack(joined, precise)
+        return StackedWeight(tuple(self.pack(part, precise) for part in parts))
 
     def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
         """Embedding and head read the same layout: a tied table is held once."""
-        return self.pack(weight)
+        return self.pack(weight, precise=True)
 
     def pack_head(self, table: FloatWeight | PackedWeight) -> FloatWeight | PackedWeight:
         return table

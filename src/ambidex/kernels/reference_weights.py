@@ -30,7 +30,7 @@ def _has_packed_form(num_out: int, dtype: torch.dtype) -> bool:
     )
 
 
-def pack(weight: Tensor | Quantized) -> Tensor:
+def pack(weight: Tensor | Quantized, precise: bool = False) -> Tensor:
     """A ``weight`` [out, in] in the form that :func:`linear` multiplies fastest.
 
     On x86 that is oneDNN's own layout, opaque and of the same size: the library else rearranges
@@ -65,7 +65,7 @@ def unpack_gguf(name: str, type_name: str, rows: Any, columns: int) -> Quantized
     return None
 
 
-def pack_parts(parts: Sequence[Tensor | Quantized]) -> Tensor:
+def pack_parts(parts: Sequence[Tensor | Quantized], precise: bool = False) -> Tensor:
     """:func:`pack` of the rows of all ``parts``, one below the other."""
     tables = [pack_table(part) for part in parts]
     if len({table.dtype for table in tables}) > 1:

@@ -33,8 +33,9 @@ class Kernels(Protocol):
     can_record: bool
     ACTIVATIONS: Mapping[str, Any]
 
-    def pack(self, weight: Tensor | Quantized) -> Weight:
-        """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit."""
+    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
+        """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit.
+        ``precise``: with low bits, activations are rounded less."""
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that :meth:`pack` holds for a matrix of numbers."""
@@ -48,7 +49,7 @@ class Kernels(Protocol):
     def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that :meth:`pack_head` takes beside the table."""
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized]) -> Weight:
+    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
         """:meth:`pack` of the rows of all ``parts``, one below the other; forms may differ."""
 
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:

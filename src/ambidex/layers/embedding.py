@@ -53,7 +53,7 @@ class LMHead(Module):
         self._tied_to = (tied_to,) if tied_to is not None else ()
         self._softcap = softcap
         if tied_to is None:
-            self.weight = Matrix(self._kernels, (vocab_size, width), context.dtype)
+            self.weight = Matrix(self._kernels, (vocab_size, width), context.dtype, precise=True)
         else:
             tied_to.weight.has_head = True
 

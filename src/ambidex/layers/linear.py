@@ -14,7 +14,8 @@ class Linear(Module):
     """``x @ weight.T + bias (+ residual)``: [n, in_features] to [n, out_features].
 
     ``out_features`` may be a mapping of part names to sizes: several projections of the same
-    input, computed by one product and loaded from several checkpoint tensors.
+    input, computed by one product and loaded from several checkpoint tensors. ``precise``: see
+    :class:`Matrix`.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class Linear(Module):
         out_features: int | Mapping[str, int],
         *,
         bias: bool = False,
+        precise: bool = False,
     ) -> None:
         self._kernels = context.device.kernels
         sizes = {"": out_features} if isinstance(out_features, int) else dict(out_features)
@@ -32,7 +34,9 @@ class Linear(Module):
             parts[name] = (total, size)
             total += size
         self.out_features = total
-        self.weight = Matrix(self._kernels, (total, in_features), context.dtype, parts)
+        self.weight = Matrix(
+            self._kernels, (total, in_features), context.dtype, parts, precise=precise
+        )
         self.bias = Parameter((total,), torch.float32, parts) if bias else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -150,7 +150,10 @@ class Parameter:
 
 
 class Matrix(Parameter):
-    """What inputs are multiplied with: [out, in], in the layout of the device's kernels."""
+    """What inputs are multiplied with: [out, in], in the layout of the device's kernels.
+
+    ``precise``: what comes out decides much, so that with low bits inputs are rounded less.
+    """
 
     is_matrix = True
 
@@ -160,9 +163,12 @@ class Matrix(Parameter):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         parts: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        precise: bool = False,
     ) -> None:
         super().__init__(shape, dtype, parts)
         self._kernels = kernels
+        self._precise = precise
         self._waiting: dict[str, Tensor | Quantized] = {}
 
     def _take(
@@ -177,7 +183,7 @@ class Matrix(Parameter):
             self._waiting.clear()
 
     def _pack(self, parts: list[Tensor | Quantized]) -> Any:
-        return self._kernels.pack_parts(parts)
+        return self._kernels.pack_parts(parts, self._precise)
 
 
 class Table(Matrix):

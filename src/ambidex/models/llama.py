@@ -64,7 +64,8 @@ class LlamaAttention(Module):
             context,
             hidden,
             dict(zip("qkv", self.sizes, strict=True)),
-            bias=output_bias if bias is None else bias,
+            bias=config.get("qkv_bias", output_bias) if bias is None else bias,
+            precise=True,
         )
         self.output = Linear(context, heads * head_dim, hidden, bias=output_bias)
         self.rope = rope

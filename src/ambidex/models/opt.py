@@ -48,7 +48,7 @@ class OPTBlock(Module):
         self.norm_first = config.get("do_layer_norm_before", True)
         self.head_dim = hidden // heads
         self.attention_norm = LayerNorm(context, hidden, affine=affine)
-        self.qkv = Linear(context, hidden, dict.fromkeys("qkv", hidden), bias=bias)
+        self.qkv = Linear(context, hidden, dict.fromkeys("qkv", hidden), bias=bias, precise=True)
         self.attend = Attention(context, layer, heads, self.head_dim)
         self.output = Linear(context, hidden, hidden, bias=bias)
         self.mlp_norm = LayerNorm(context, hidden, affine=affine)

@@ -251,7 +251,8 @@ def config_from_header(header: GGUFHeader, tensors: Mapping[str, TensorInfo]) ->
         "rope_theta": fields.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in tensors,
     }
     if config["rms_norm_eps"] is None:
         raise fields.fail("attention.layer_norm_rms_epsilon", "is missing")

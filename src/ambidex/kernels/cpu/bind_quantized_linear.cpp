@@ -19,7 +19,8 @@ static int64_t number_bytes(ZeroKind kind) {
 
 // Lays out a panel. `group`: columns a group, any number for a whole row.
 static PackedForm make_form(int64_t rows, int64_t columns, CodeKind code, int64_t group,
-                            ScaleKind scale, ZeroKind zero_kind, int32_t zero, float unit) {
+                            ScaleKind scale, ZeroKind zero_kind, int32_t zero, float unit,
+                            bool fine) {
     PackedForm form{};
     form.rows = rows;
     form.columns = columns;
@@ -31,6 +32,7 @@ static PackedForm make_form(int64_t rows, int64_t columns, CodeKind code, int64_
     form.code = code;
     form.scale = scale;
     form.zero_kind = zero_kind;
+    form.fine = fine;
     int64_t supers = (form.blocks + kSuperBlocks - 1) / kSuperBlocks;
     bool coded = scale == ScaleKind::kI8 || scale == ScaleKind::kU8;
     int64_t end = form.code_bytes();
@@ -73,9 +75,9 @@ void bind_quantized_linear(nb::module_& module) {
     nb::class_<PackedForm>(module, "PackedForm")
         .def("__init__",
              [](PackedForm* self, int64_t rows, int64_t columns, CodeKind code, int64_t group,
-                ScaleKind scale, ZeroKind zero_kind, int32_t zero, float unit) {
+                ScaleKind scale, ZeroKind zero_kind, int32_t zero, float unit, bool fine) {
                  new (self) PackedForm(
-                     make_form(rows, columns, code, group, scale, zero_kind, zero, unit));
+                     make_form(rows, columns, code, group, scale, zero_kind, zero, unit, fine));
              })
         .def_ro("panel_bytes", &PackedForm::panel_bytes)
         .def_prop_ro("num_panels", [](const PackedForm& form) { return form.panels(); })

@@ -18,7 +18,7 @@
 namespace ambidex {
 
 constexpr int64_t kPanelRows = 16;
-constexpr int64_t kBlock = 32;      // columns that share an activation scale
+constexpr int64_t kBlock = 32;       // columns that share an activation scale, or its halves do
 constexpr int64_t kSuperBlocks = 8;  // blocks that share a super-scale
 
 // How a code becomes a whole number: as it is, or through a table of 8- or 16-bit numbers.
@@ -38,7 +38,10 @@ struct PackedForm {
     CodeKind code;
     ScaleKind scale;
     ZeroKind zero_kind;
+    bool fine;  // each half-block of activations has a scale
 
+    // Whether the halves of a block are scaled apart.
+    bool halves() const { return fine || group_shift == 0; }
     int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
     int64_t code_bytes() const { return block_bytes(code) * blocks; }
     static constexpr int64_t block_bytes(CodeKind code) {

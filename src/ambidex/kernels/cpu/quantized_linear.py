@@ -81,15 +81,17 @@ class PackedWeight:
 class QuantizedLinearOps(NativeBase):
     """Products with a :class:`PackedWeight`.
 
-    Activations are quantised to 8 bits per row and 32 columns: an activation becomes the whole
-    number (at most 127) nearest to it over ``scale``, the largest magnitude among the 32 over 127.
-    The sums of products are whole numbers and exact; each 32 columns' (or group's, if that is
-    smaller) is scaled and added in float32, in the order of the columns. A row's bits depend on
-    that row alone. A row that holds NaN or infinity gives NaN.
+    Activations are quantised to 8 bits, per row and 32 columns (16 where that is asked for): each
+    becomes the whole number, at most 127, nearest to it over ``scale``, the largest magnitude among
+    them over 127. The sums of products are whole numbers and exact; those of each scale (or
+    group's, if that is smaller) are scaled and added in float32, in the order of the columns. A
+    row's bits depend on that row alone. A row that holds NaN or infinity gives NaN.
     """
 
-    def pack_quantized(self, weight: Quantized) -> PackedWeight:
-        """``weight`` in panels, at the size of its form. Raises KernelError."""
+    def pack_quantized(self, weight: Quantized, precise: bool = False) -> PackedWeight:
+        """``weight`` in panels, at the size of its form. ``precise``: activations that it is
+        multiplied with get a scale per 16 rather than 32 columns, which takes longer where many
+        rows share the weights. Raises KernelError."""
         rows, columns = weight.shape
         if not columns:
             raise KernelError(f"{weight.name} has no columns.")
@@ -122,7 +124,9 @@ class QuantizedLinearOps(NativeBase):
         # A group that is the whole row has no shift of its own.
         group = weight.group if weight.num_groups > 1 or weight.group == 16 else 0
         scale_kind = getattr(kinds.ScaleKind, scale_name)
-        form = kinds.PackedForm(rows, columns, code, group, scale_kind, zero_kind, zero, unit)
+        # Groups of 16 are scaled apart anyway.
+        fine = precise or group == 16
+        form = kinds.PackedForm(rows, columns, code, group, scale_kind, zero_kind, zero, unit, fine)
 
         order_bytes = 0 if weight.permutation is None else _aligned(4 * columns)
         book_bytes = 0 if codebook is None else _aligned(kinds.CODEBOOK_BYTES)

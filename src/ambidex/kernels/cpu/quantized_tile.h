@@ -1,7 +1,7 @@
 // Quantises activations and multiplies a tile of up to 16 rows of them with one packed panel. Other
 // kernels with low-bit weights may use it, too.
 //
-// Per 32 inputs of a row: scale = largest magnitude / 127, and each input becomes the whole number
+// Per 32 inputs of a row (16 where the form is fine): scale = largest magnitude / 127, and each input becomes the whole number
 // nearest to input / scale. Per output: one float32 accumulator, over blocks in rising order,
 //   acc = fma(float(sum of (code - zero) * number), weight scale * scale, acc)
 //   acc = fma(minimum, scale * float(sum of numbers), acc)          where there are minima,
@@ -16,14 +16,13 @@ namespace ambidex::AMBIDEX_LEVEL {
 // 32 quantised inputs of one row.
 struct Record {
     int8_t q[32];
-    float scale;  // times the codebook's unit
+    float scale[2];  // of the halves, times the codebook's unit; alike where blocks have one
     // Of the whole block, or of its two halves: what the product starts from, or is the minimum's
     // factor.
     union {
         int32_t start[2];
         float sum[2];
     };
-    int32_t unused;
 };
 static_assert(sizeof(Record) == QuantizedLinearArgs::kRecordBytes);
 
@@ -95,55 +94,64 @@ inline Inputs load_block(const PackedForm& form, const int32_t* permutation, con
     return in;
 }
 
-inline void quantise_block(const PackedForm& form, int32_t factor, Inputs in, float scale,
-                           Record* record) {
-    f32x16 divisor = broadcast(scale);
-    if (!(scale > 0)) {  // NaN, too
-        in.a = in.b = zero_f32();
-        divisor = broadcast(1.0f);
-    }
+// 16 inputs over their scale, as whole numbers.
+inline f32x16 whole_numbers(f32x16 in, float scale) {
+    if (!(scale > 0)) return zero_f32();  // NaN, too
     // A scale too small for all its digits can leave quotients beyond 127.
     f32x16 low = broadcast(-127.0f), high = broadcast(127.0f);
-    f32x16 a = min(high, max(low, round(in.a / divisor)));
-    f32x16 b = min(high, max(low, round(in.b / divisor)));
+    return min(high, max(low, round(in / broadcast(scale))));
+}
+
+inline void quantise_block(const PackedForm& form, int32_t factor, Inputs in, float first_scale,
+                           float second_scale, Record* record) {
+    f32x16 a = whole_numbers(in.a, first_scale), b = whole_numbers(in.b, second_scale);
     store_i8(record->q, to_i32(a));
     store_i8(record->q + 16, to_i32(b));
     // Whole numbers of this size add up exactly in float32.
     float sums[2] = {0, 0};
-    if (form.group_shift > 0) {
+    if (!form.halves()) {
         sums[0] = sum(a + b);
     } else {
         sums[0] = sum(a);
         sums[1] = sum(b);
     }
     if (form.has_minimum()) {
-        record->sum[0] = scale * sums[0];
-        record->sum[1] = scale * sums[1];
+        record->sum[0] = first_scale * sums[0];
+        record->sum[1] = second_scale * sums[1];
     } else {
         record->start[0] = factor * int32_t(sums[0]);
         record->start[1] = factor * int32_t(sums[1]);
     }
-    record->scale = scale * form.unit;
+    record->scale[0] = first_scale * form.unit;
+    record->scale[1] = second_scale * form.unit;
 }
 
 // Blocks of one row. Scales come first, of several blocks: each one waits long for its division,
 // so they had better wait together.
 inline void quantise_blocks(const PackedForm& form, const int32_t* permutation, const float* row,
                             int64_t block, int64_t block_end, Record* records, int64_t stride) {
-    constexpr int64_t kBatch = kLanes;
+    const int64_t parts = form.fine ? 2 : 1, kBatch = kLanes / parts;
     const int32_t factor = start_factor(form);
     for (; block < block_end; block += kBatch) {
         int64_t count = block_end - block < kBatch ? block_end - block : kBatch;
-        float scales[kBatch] = {};
+        float scales[kLanes] = {};
         for (int64_t i = 0; i < count; ++i) {
             Inputs in = load_block(form, permutation, row, block + i);
+            f32x16 a = abs(in.a), b = abs(in.b);
+            // What is not finite spoils its whole block.
             bool finite = all_finite(in.a) && all_finite(in.b);
-            scales[i] = finite ? max_lane(max(abs(in.a), abs(in.b))) : __builtin_nanf("");
+            if (form.fine) {
+                scales[2 * i] = finite ? max_lane(a) : __builtin_nanf("");
+                scales[2 * i + 1] = finite ? max_lane(b) : __builtin_nanf("");
+            } else {
+                scales[i] = finite ? max_lane(max(a, b)) : __builtin_nanf("");
+            }
         }
         store(scales, load(scales) / broadcast(127.0f));
         for (int64_t i = 0; i < count; ++i) {
             Inputs in = load_block(form, permutation, row, block + i);
-            quantise_block(form, factor, in, scales[i], records + (block + i) * stride);
+            quantise_block(form, factor, in, scales[parts * i], scales[parts * i + parts - 1],
+                           records + (block + i) * stride);
         }
     }
 }
@@ -269,7 +277,7 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
                                 Ints{}, high, in.q);
                             sum += more << 8;
                         }
-                        total = multiply_add(to_floats(sum), scale * all(in.scale), total);
+                        total = multiply_add(to_floats(sum), scale * all(in.scale[kPiece]), total);
                         if constexpr (kMinimum) {
                             total = multiply_add(minimum, all(in.sum[kPiece]), total);
                         }
@@ -313,8 +321,8 @@ static Multiply multiply_for(const PackedForm& form, int rows) {
 }
 template <CodeKind kKind>
 static Multiply multiply_of(const PackedForm& form, int rows) {
-    return form.group_shift == 0 ? multiply_for<kKind, true>(form, rows)
-                                 : multiply_for<kKind, false>(form, rows);
+    return form.halves() ? multiply_for<kKind, true>(form, rows)
+                         : multiply_for<kKind, false>(form, rows);
 }
 // The function for a form and a tile's number of rows.
 static Multiply multiply_of(const PackedForm& form, int rows) {
