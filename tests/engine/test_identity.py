@@ -230,9 +230,14 @@ def test_low_precision_is_exact_too(tiny_model: Callable[[str], Path], dtype: st
     assert_same(run(chunked, prompts(), together=True), alone)
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_prompt_logprobs_do_not_depend_on_chunks(
+    tiny_model: Callable[[str], Path], quantization: str | None
+) -> None:
+    options = {"quantization": quantization}
+
     def scores(budget: int) -> list[Any]:
-        engine = Engine(make_config(tiny_model("llama"), max_num_batched_tokens=budget))
+        engine = Engine(make_config(tiny_model("llama"), max_num_batched_tokens=budget, **options))
         wanted = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=0)
         engine.add_request(EngineRequest("a", prompts()[9], wanted, 0.0))
         found: list[Any] = []
