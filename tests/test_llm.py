@@ -16,9 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+from torch import Tensor
 
 from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
 from ambidex.config import CacheConfig, EngineConfig, ModelConfig
+from ambidex.engine.engine import Engine
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
 from ambidex.weights.hub import ResolvedModel
 
@@ -528,18 +530,26 @@ def test_streams_run_side_by_side(llm: LLM) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def weights_of(llm: LLM) -> Sequence[weakref.ref[Any]]:
+def memory_of(llm: LLM) -> Sequence[weakref.ref[Any]]:
+    """Weights, a layer of the KV cache, and what the recorded step writes."""
     runner = llm.engine.lane.runner
-    tensors = [parameter.data for _, parameter in runner.model.named_parameters()]
+    weights = [parameter.data for _, parameter in runner.model.named_parameters()]
+    tensors = [weight if isinstance(weight, Tensor) else weight.panels for weight in weights]
     tensors += runner.kv_cache.layer(0)
+    assert runner.replayer is not None
+    recording = runner.replayer._recording
+    assert recording is not None
+    tensors += [recording.hidden, recording.logits]
     return [weakref.ref(tensor) for tensor in tensors]
 
 
-def test_the_context_manager_frees_everything(folder: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_context_manager_frees_everything(folder: Path, quantization: str | None) -> None:
     before = lane_threads()
-    with LLM(str(folder)) as llm:
+    options = {"quantization": quantization, "cpu_threads": 3}
+    with LLM(str(folder), **options) as llm:
         expected = ids_of(llm.generate("hello", GREEDY)[0])
-        tensors = weights_of(llm)
+        tensors = memory_of(llm)
         ledger = llm.engine.lane.device.ledger
         assert ledger.used_bytes > 0
         stream = llm.stream("hello", GREEDY)
@@ -554,7 +564,7 @@ def test_the_context_manager_frees_everything(folder: Path) -> None:
     for use in (lambda: llm.generate("hello"), lambda: next(stream), lambda: llm.engine):
         with pytest.raises(EngineDeadError, match="closed"):
             use()
-    with LLM(str(folder)) as second:
+    with LLM(str(folder), **options) as second:
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
 
 
@@ -564,7 +574,7 @@ def test_an_error_inside_the_context_frees_too(folder: Path) -> None:
 
     def fail() -> None:
         with LLM(str(folder)) as llm:
-            tensors.extend(weights_of(llm))
+            tensors.extend(memory_of(llm))
             next(llm.stream("hello", GREEDY))
             raise ZeroDivisionError
 
@@ -574,6 +584,28 @@ def test_an_error_inside_the_context_frees_too(folder: Path) -> None:
     assert tensors
     assert [reference() for reference in tensors] == [None] * len(tensors)
     assert lane_threads() == before
+
+
+def test_native_threads_end_with_their_llm(folder: Path) -> None:
+    """At once, though somebody still holds the engine."""
+
+    def num_threads() -> int:
+        return psutil.Process().num_threads()
+
+    def used(llm: LLM) -> Engine:
+        llm.generate("hello", GREEDY)
+        return llm.engine
+
+    # PyTorch's own threads stay, once it has made them.
+    with LLM(str(folder), cpu_threads=4) as llm:
+        used(llm)
+    before = num_threads()
+    with LLM(str(folder), cpu_threads=4) as llm:
+        engine = used(llm)
+        # The lane's thread is the first of the four.
+        assert num_threads() == before + 4
+    assert num_threads() == before
+    assert engine.lane.device.ledger.used_bytes == 0
 
 
 def test_no_progress_bar_without_a_terminal(
@@ -620,15 +652,20 @@ def test_threads_share_the_engine(tiny_model: Any) -> None:
         assert llm.engine.stats().num_running == 0
 
 
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "replayed"])
 def test_a_failed_request_is_logged(
-    tiny_model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_eager: bool
 ) -> None:
-    with LLM(str(tiny_model("llama", tokenizer=True)), kv_cache_memory_bytes="64MiB") as llm:
+    with LLM(str(folder), kv_cache_memory_bytes="64MiB", enforce_eager=is_eager) as llm:
 
-        def fail(batch: Any) -> Any:
+        def fail(*_: Any) -> Any:
             raise RuntimeError("the model is broken")
 
-        monkeypatch.setattr(llm.engine.lane.runner, "model", fail)
+        runner = llm.engine.lane.runner
+        if is_eager:
+            monkeypatch.setattr(runner, "model", fail)
+        else:
+            monkeypatch.setattr(runner.replayer, "replay", fail)
         (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(temperature=0))
     assert output.outputs[0].finish_reason == "error"
     assert output.error is not None and "the model is broken" in output.error

@@ -31,8 +31,8 @@ _PARALLEL = (
     "computing on several devices is not built yet",
     "Use 1 (or leave it out): the CPU lane runs the whole model with all cores.",
 )
-GRAPH = "there is no graph capture or compilation yet, every step runs eagerly"
-KERNELS = "there is one implementation of each kernel on this lane"
+GRAPH = "one recorded step serves every batch, there is nothing to compile or capture"
+KERNELS = "the processor's instruction set decides which kernels run"
 _SPEC = (
     "speculative decoding is not built yet",
     "Leave it out: greedy answers are the same without it, and sampled ones follow the same "
@@ -59,6 +59,7 @@ _CODE = ("code from outside is never loaded", "Leave it out.")
 _MAMBA = "models with a Mamba state are not supported, so there is none to cache"
 TRACING = "traces are not exported, /metrics has the figures"
 ALWAYS_PROCESS = "the HTTP server and the engine are always two processes"
+_KV_SCALES = "a KV cache in int8 takes its scales from each token"
 _KV_REMOTE = ("moving KV between machines is not built yet", "Leave it out.")
 _ONE_HOST = "one machine computes, there is no other rank to meet"
 _ACCESS = "access lines show only with --uvicorn-log-level info"
@@ -176,8 +177,8 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
         "--prefix-caching-hash-algo --prefix-cache-retention-interval --prefix-match-unit",
         "the prefix cache hashes whole blocks with SHA-256",
     ),
-    *no_effect("--calculate-kv-scales", "the KV cache is not quantised", "flag"),
-    *no_effect("--kv-cache-dtype-skip-layers", "the KV cache is not quantised", "list"),
+    *no_effect("--calculate-kv-scales", _KV_SCALES, "flag"),
+    *no_effect("--kv-cache-dtype-skip-layers", "all layers' KV has one type", "list"),
     *no_effect(
         "--mamba-backend --mamba-ssu-algorithm --mamba-cache-philox-rounds --mamba-cache-dtype "
         "--mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode --replayssm-buffer-len "
@@ -290,7 +291,7 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
         harmless_reason="the hub's own login is used anyway",
     ),
     *refused("--quantization-config", *_QUANT, "json"),
-    *no_effect("--quantization-param-path", "the KV cache is not quantised"),
+    *no_effect("--quantization-param-path", _KV_SCALES),
     *no_effect("--allow-deprecated-quantization", "no deprecated format is supported", "flag"),
     *refused("--qlora-adapter-name-or-path", *_LORA),
     # LoRA and prompt adapters.

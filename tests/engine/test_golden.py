@@ -25,6 +25,8 @@ def golden() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Any:
     with LLM(str(smollm2), dtype="float32", kv_cache_memory_bytes="1GiB") as loaded:
+        # The file's low bits are numbers again.
+        assert loaded.engine.lane.kv_dtype == "float32"
         yield loaded
 
 

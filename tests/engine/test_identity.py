@@ -14,9 +14,20 @@ import pytest
 from ambidex.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.scheduler import SchedulerStats
+from ambidex.kernels.cpu.float_linear import FloatWeight
+from ambidex.kernels.cpu.quantized_linear import PackedWeight
 from ambidex.request import EngineRequest, SamplingParams
 
-KINDS = ("llama", "mistral", "gemma3_text", "qwen3_moe")
+#: Models, and the options that each runs with in all tests.
+SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "gemma3_text": ("gemma3_text", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "llama-int8": ("llama", {"quantization": "int8"}),
+    "llama-int8-kv_int8": ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    "qwen3_moe-int8": ("qwen3_moe", {"quantization": "int8", "kv_cache_dtype": "float16"}),
+}
 
 #: A token and the bits of its log probabilities.
 Trace = list[tuple[int, float, tuple[tuple[int, float], ...]]]
@@ -24,6 +35,7 @@ Trace = list[tuple[int, float, tuple[tuple[int, float], ...]]]
 
 def make_config(folder: Path, **changes: Any) -> EngineConfig:
     names = {
+        "model": ("dtype", "quantization"),
         "cache": ("block_size", "enable_prefix_caching", "num_blocks", "kv_cache_dtype"),
         "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
     }
@@ -35,7 +47,7 @@ def make_config(folder: Path, **changes: Any) -> EngineConfig:
     if "num_blocks" in cache:
         cache["kv_cache_bytes"] = None
     return EngineConfig(
-        model=ModelConfig(str(folder), dtype=changes.pop("dtype", "auto"), max_model_len=320),
+        model=ModelConfig(str(folder), max_model_len=320, **parts["model"]),
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(**parts["scheduler"]),
         cpu_threads=changes.pop("cpu_threads", 2),
@@ -47,6 +59,21 @@ def make_config(folder: Path, **changes: Any) -> EngineConfig:
 class Outcome:
     traces: list[Trace]
     stats: SchedulerStats
+    #: Forms that the model's matrices are held in.
+    weights: set[type]
+    kv_dtype: str
+    #: Steps of requests, and those of them that were one replay of the recording.
+    num_steps: int
+    num_replays: int
+
+
+def weight_types(engine: Engine) -> set[type]:
+    found = set()
+    for _, parameter in engine.lane.runner.model.named_parameters():
+        if parameter.is_matrix:
+            held = parameter.data if isinstance(parameter.data, list) else [parameter.data]
+            found |= {type(weight) for weight in held}
+    return found
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -92,18 +119,37 @@ def run(
                             traces[output.request_id].append(
                                 (token, entry.logprob, tuple(entry.top))
                             )
-        return Outcome(list(traces.values()), engine.stats())
+        replayer = engine.lane.runner.replayer
+        return Outcome(
+            list(traces.values()),
+            engine.stats(),
+            weight_types(engine),
+            engine.lane.kv_dtype,
+            engine.times.num_steps,
+            # Without the warm-up's.
+            replayer.num_replays - 1 if replayer is not None else 0,
+        )
     finally:
         engine.close()
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def subject(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]
-) -> tuple[Path, Outcome]:
-    """A model, and what it says to each prompt alone."""
-    folder = tiny_model(request.param)
-    return folder, run(make_config(folder), prompts(), together=False)
+@dataclass
+class Subject:
+    """A model with options, and what it says to each prompt alone."""
+
+    folder: Path
+    options: dict[str, Any]
+    alone: Outcome
+
+    def config(self, **changes: Any) -> EngineConfig:
+        return make_config(self.folder, **self.options, **changes)
+
+
+@pytest.fixture(scope="module", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Subject:
+    kind, options = SUBJECTS[request.param]
+    folder = tiny_model(kind)
+    return Subject(folder, options, run(make_config(folder, **options), prompts(), together=False))
 
 
 def assert_same(got: Outcome, expected: Outcome) -> None:
@@ -112,64 +158,68 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
         assert ours == theirs, f"prompt {index}"
 
 
-def test_texts_differ(subject: tuple[Path, Outcome]) -> None:
+def test_texts_differ(subject: Subject) -> None:
     """The subject can tell right from wrong: prompts lead to different, non-constant texts."""
-    texts = [tuple(token for token, _, _ in trace) for trace in subject[1].traces]
+    texts = [tuple(token for token, _, _ in trace) for trace in subject.alone.traces]
     assert len(set(texts)) == len(texts)
     assert max(len(set(text)) for text in texts) > 6
 
 
-def test_batch(subject: tuple[Path, Outcome]) -> None:
-    folder, alone = subject
-    together = run(make_config(folder), prompts(), together=True)
-    assert together.stats.num_steps < alone.stats.num_steps / 4, "nothing was batched"
-    assert_same(together, alone)
+def test_the_path_that_is_meant(subject: Subject) -> None:
+    is_low_bit = "quantization" in subject.options
+    alone = subject.alone
+    assert alone.weights == {PackedWeight if is_low_bit else FloatWeight}
+    kv_dtype = "float16" if is_low_bit else "float32"
+    assert alone.kv_dtype == subject.options.get("kv_cache_dtype", kv_dtype)
+    assert alone.num_replays == alone.num_steps > 0
+
+
+def test_batch(subject: Subject) -> None:
+    together = run(subject.config(), prompts(), together=True)
+    assert together.stats.num_steps < subject.alone.stats.num_steps / 4, "nothing was batched"
+    assert_same(together, subject.alone)
 
 
 @pytest.mark.parametrize("budget", [13, 48])
-def test_chunks(subject: tuple[Path, Outcome], budget: int) -> None:
-    folder, alone = subject
-    chunked = run(make_config(folder, max_num_batched_tokens=budget), prompts(), together=True)
+def test_chunks(subject: Subject, budget: int) -> None:
+    chunked = run(subject.config(max_num_batched_tokens=budget), prompts(), together=True)
     assert chunked.stats.num_chunked_prefills >= 8
-    assert_same(chunked, alone)
+    assert_same(chunked, subject.alone)
 
 
-def test_prefix_hits(subject: tuple[Path, Outcome]) -> None:
-    folder, alone = subject
-    config = make_config(folder, enable_prefix_caching=True)
+def test_prefix_hits(subject: Subject) -> None:
+    config = subject.config(enable_prefix_caching=True)
     first = run(config, prompts(), together=True)
     again = run(config, prompts(), together=True, rounds=2)
     assert first.stats.prefix_cache_hits == 0
     assert again.stats.prefix_cache_hits >= 300
-    assert_same(again, alone)
+    assert_same(again, subject.alone)
 
 
-def test_prefix_hits_end_with_the_cache_off(subject: tuple[Path, Outcome]) -> None:
-    folder, _ = subject
-    off = run(make_config(folder), prompts(), together=True, rounds=2)
+def test_prefix_hits_end_with_the_cache_off(subject: Subject) -> None:
+    off = run(subject.config(), prompts(), together=True, rounds=2)
     assert off.stats.prefix_cache_hits == 0
 
 
-def test_preemption(subject: tuple[Path, Outcome]) -> None:
-    folder, alone = subject
+def test_preemption(subject: Subject) -> None:
     # A sliding window gives blocks back as it goes, so that it takes fewer to run out.
-    num_blocks = 20 if folder.name.startswith("mistral") else 48
-    config = make_config(folder, num_blocks=num_blocks, max_num_batched_tokens=64, block_size=8)
+    num_blocks = 20 if subject.folder.name.startswith("mistral") else 48
+    config = subject.config(num_blocks=num_blocks, max_num_batched_tokens=64, block_size=8)
     pressed = run(config, prompts(), together=True)
     assert pressed.stats.num_preemptions >= 1
-    assert_same(pressed, alone)
+    assert_same(pressed, subject.alone)
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64, 128])
-def test_block_size(subject: tuple[Path, Outcome], block_size: int) -> None:
-    folder, alone = subject
-    assert_same(run(make_config(folder, block_size=block_size), prompts(), together=True), alone)
+def test_block_size(subject: Subject, block_size: int) -> None:
+    assert_same(run(subject.config(block_size=block_size), prompts(), together=True), subject.alone)
 
 
 @pytest.mark.parametrize("cpu_threads", [1, 3])
-def test_threads(subject: tuple[Path, Outcome], cpu_threads: int) -> None:
-    folder, alone = subject
-    assert_same(run(make_config(folder, cpu_threads=cpu_threads), prompts(), together=True), alone)
+def test_threads(subject: Subject, cpu_threads: int) -> None:
+    assert_same(
+        run(subject.config(cpu_threads=cpu_threads), prompts(), together=True), subject.alone
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -180,9 +230,14 @@ def test_low_precision_is_exact_too(tiny_model: Callable[[str], Path], dtype: st
     assert_same(run(chunked, prompts(), together=True), alone)
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_prompt_logprobs_do_not_depend_on_chunks(
+    tiny_model: Callable[[str], Path], quantization: str | None
+) -> None:
+    options = {"quantization": quantization}
+
     def scores(budget: int) -> list[Any]:
-        engine = Engine(make_config(tiny_model("llama"), max_num_batched_tokens=budget))
+        engine = Engine(make_config(tiny_model("llama"), max_num_batched_tokens=budget, **options))
         wanted = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=0)
         engine.add_request(EngineRequest("a", prompts()[9], wanted, 0.0))
         found: list[Any] = []
@@ -199,32 +254,40 @@ def test_prompt_logprobs_do_not_depend_on_chunks(tiny_model: Callable[[str], Pat
     assert scores(16) == whole
 
 
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "replayed"])
 def test_a_request_that_fails_fails_alone(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, is_eager: bool
 ) -> None:
     """A step that raises (out of memory, say) is computed again request by request: the one at
     fault gets an error, the others their tokens, unchanged, and its blocks come back."""
-    config = make_config(tiny_model("llama"))
+    config = make_config(tiny_model("llama"), enforce_eager=is_eager)
     alone = run(config, prompts()[:6], together=False)
     engine = Engine(config)
-    model = engine.lane.runner.model
+    runner = engine.lane.runner
     # A token that is in no prompt, nor in what the others generate.
     used = {token for prompt in prompts() for token in prompt}
     used |= {token for trace in alone.traces for token, _, _ in trace}
     poison = next(token for token in range(3, 512) if token not in used)
     failures = 0
 
-    class Failing:
-        head = model.head
-
-        def __call__(self, batch: Any) -> Any:
+    def failing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(batch: Any, *rest: Any) -> Any:
             nonlocal failures
             if poison in batch.token_ids[: batch.num_tokens].tolist():
                 failures += 1
                 raise RuntimeError("[enforce fail] can't allocate memory: you tried 1 TB")
-            return model(batch)
+            return compute(batch, *rest)
 
-    monkeypatch.setattr(engine.lane.runner, "model", Failing())
+        return computed
+
+    if is_eager:
+        assert runner.replayer is None
+        model = failing(runner.model)
+        model.head = runner.model.head  # type: ignore[attr-defined]
+        monkeypatch.setattr(runner, "model", model)
+    else:
+        assert runner.replayer is not None
+        monkeypatch.setattr(runner.replayer, "replay", failing(runner.replayer.replay))
     for index, prompt in enumerate(prompts()[:6]):
         engine.add_request(EngineRequest(str(index), prompt, params(index), 0.0))
     engine.add_request(EngineRequest("victim", [5, poison, 6], params(0), 0.0))

@@ -34,3 +34,7 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything submitted has been computed."""
+
+    def close(self) -> None:
+        """Let go of the kernel table, whose threads end with it. Only the ledger can be used
+        afterwards."""

@@ -92,3 +92,6 @@ class CPUDevice:
 
     def synchronize(self) -> None:
         return None
+
+    def close(self) -> None:
+        del self._kernels

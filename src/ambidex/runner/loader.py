@@ -79,8 +79,9 @@ class LoadedLane:
     load_s: float
 
     def close(self) -> None:
-        """Drop weights and KV cache, and with them their reservations."""
+        """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
+        self.device.close()
         self.device.ledger.release_all()
         _give_freed_memory_back()
 

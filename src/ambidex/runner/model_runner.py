@@ -125,9 +125,9 @@ class ModelRunner:
             self._sample(logits, [requests[i] for i in chosen], result)
 
     def close(self) -> None:
-        """Drop the model and the cache; the runner cannot be used afterwards."""
+        """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
         self._requests.clear()
-        del self.model, self.kv_cache, self.replayer
+        del self.model, self.kv_cache, self.replayer, self._sampler
 
     def _remember(self, requests: list[ScheduledRequest]) -> None:
         for request in requests:
