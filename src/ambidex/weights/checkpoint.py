@@ -50,6 +50,7 @@ class TensorSource(Protocol):
     quantization: str | None
 
     def names(self) -> list[str]: ...
+    def release_pages(self) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def load(self, name: str) -> torch.Tensor: ...
     def quantized_form(self, name: str) -> Form | None: ...
@@ -104,6 +105,10 @@ class Checkpoint:
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
+
+    def release_pages(self) -> None:
+        """Let go of what the mapped files take of memory."""
+        self._source.release_pages()
 
     def tensor_names(self) -> list[str]:
         return self._source.names()
@@ -331,6 +336,9 @@ class TorchSource:
 
     def names(self) -> list[str]:
         return list(self._tensors)
+
+    def release_pages(self) -> None:
+        """PyTorch maps these files; they stay as they are."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

@@ -23,6 +23,7 @@ from ambidex.weights.headers import (
     TensorInfo,
     map_file,
     read_gguf_header,
+    release_pages,
 )
 
 if TYPE_CHECKING:
@@ -123,6 +124,10 @@ class GGUFSource:
 
     def names(self) -> list[str]:
         return list(self._tensors)
+
+    def release_pages(self) -> None:
+        for header in self.headers:
+            release_pages(header.buffer)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape

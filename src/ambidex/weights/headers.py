@@ -215,6 +215,16 @@ def map_file(path: Path, kind: str, minimum: int, *, writable: bool = False) -> 
         ) from None
 
 
+def release_pages(mapping: mmap.mmap) -> None:
+    """Let go of what a mapped file takes of memory; reading it again brings it back.
+
+    A file that was read once else counts as this process's memory, beside what was made of it.
+    """
+    advice = getattr(mmap, "MADV_DONTNEED", None)  # Linux and most others
+    if advice is not None:
+        mapping.madvise(advice)
+
+
 class _Cursor:
     """Reads GGUF values one after the other, never beyond the end of the file."""
 

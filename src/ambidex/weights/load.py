@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ambidex.weights.checkpoint import Checkpoint
 
 
+#: Values read until the pages of the mapped file are let go.
+_RELEASE_VALUES = 1 << 26
+
+
 class LoadableParameter(Protocol):
     """See ``layers.module.Parameter``."""
 
@@ -89,6 +93,7 @@ def load_weights(
     """
     table = dict(parameters)
     unused = []
+    num_read = 0
     tensors = checkpoint.tensor_names()
     for count, name in enumerate(tensors):
         target = _find(names, name)
@@ -97,9 +102,15 @@ def load_weights(
             unused.append(name)
             continue
         load = low_bit if low_bit is not None and parameter.is_matrix else checkpoint.load
-        parameter.load(device, target[1], load(name), name)
+        tensor = load(name)
+        parameter.load(device, target[1], tensor, name)
+        num_read += math.prod(tensor.shape)
+        if num_read >= _RELEASE_VALUES:
+            checkpoint.release_pages()
+            num_read = 0
         if progress is not None:
             progress(count + 1, len(tensors))
+    checkpoint.release_pages()
     missing = [
         f"{path}:{part}" if part else path
         for path, parameter in table.items()

@@ -32,6 +32,7 @@ class FileSource(Protocol):
     num_bytes: int
 
     def names(self) -> list[str]: ...
+    def release_pages(self) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype_of(self, name: str) -> str: ...
     def read_bytes(self, name: str) -> bytes: ...
@@ -74,6 +75,9 @@ class QuantizedSource:
 
     def names(self) -> list[str]:
         return list(self._names)
+
+    def release_pages(self) -> None:
+        self._source.release_pages()
 
     def shape(self, name: str) -> tuple[int, ...]:
         matrix = self._matrices.get(name)

@@ -14,6 +14,7 @@ from ambidex.weights.headers import (
     map_file,
     parse_json_object,
     read_safetensors_header,
+    release_pages,
     require_regular,
 )
 
@@ -111,6 +112,10 @@ class SafetensorsSource:
 
     def names(self) -> list[str]:
         return list(self._tensors)
+
+    def release_pages(self) -> None:
+        for mapping in self._maps.values():
+            release_pages(mapping)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name][1].shape
