@@ -15,10 +15,14 @@ from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file
 
+from ambidex.device.cpu import CPUDevice
 from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.layers.module import BuildContext, NameTable
+from ambidex.models.registry import build_model
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.gguf import DEQUANTISABLE
 from ambidex.weights.headers import read_gguf_header
+from ambidex.weights.load import load_weights
 
 ALL = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "phi3"]
 Maker = Callable[..., tuple[Path, Path]]
@@ -41,6 +45,19 @@ def test_tensors_are_those_of_the_original(gguf_file: Maker, name: str) -> None:
             torch.testing.assert_close(loaded, tensor, rtol=0, atol=2e-7)
         else:
             assert torch.equal(loaded, tensor), key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_our_model_finds_every_tensor(gguf_file: Maker, name: str) -> None:
+    """Biases, too: Qwen 2 has them on queries, keys and values, and none on the output."""
+    _, file = gguf_file(name)
+    checkpoint = open_checkpoint(file)
+    device = CPUDevice(1)
+    model = build_model(BuildContext(device, torch.float32, 128), checkpoint.config)
+    unused = load_weights(model.named_parameters(), NameTable(model.names), checkpoint, device)
+    assert unused == []
+    paths = [path for path, _ in model.named_parameters()]
+    assert any(path.endswith("qkv.bias") for path in paths) == (name == "qwen2")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -31,8 +31,8 @@ def default_num_threads() -> int:
 class CPUDevice:
     """The CPU lane's device: host memory and a kernel table.
 
-    ``cpus``: where its threads run, see ``ThreadPlan``; empty: anywhere. ``kernels``: native, or
-    reference (plain PyTorch); None: what AMBIDEX_CPU_KERNELS names.
+    ``cpus`` and ``nodes``: where its threads run, see ``ThreadPlan``; empty: anywhere.
+    ``kernels``: native, or reference (plain PyTorch); None: what AMBIDEX_CPU_KERNELS names.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class CPUDevice:
         num_threads: int | None = None,
         *,
         cpus: Sequence[int] = (),
+        nodes: Sequence[int] = (),
         kernels: str | None = None,
     ) -> None:
         self.name = "cpu"
@@ -55,9 +56,11 @@ class CPUDevice:
             )
         self._is_native = chosen == "native"
         self.prepare_thread()
-        self._kernels = self._make_native(cpus) if self._is_native else cast(Kernels, reference)
+        self._kernels = (
+            self._make_native(cpus, nodes) if self._is_native else cast(Kernels, reference)
+        )
 
-    def _make_native(self, cpus: Sequence[int]) -> Kernels:
+    def _make_native(self, cpus: Sequence[int], nodes: Sequence[int]) -> Kernels:
         from ambidex.kernels.cpu.library import load
         from ambidex.kernels.native import NativeKernels
 
@@ -66,7 +69,7 @@ class CPUDevice:
         )
         if note:
             self.notes.append(note)
-        return cast(Kernels, NativeKernels(self.num_threads, cpus, level))
+        return cast(Kernels, NativeKernels(self.num_threads, cpus, level, nodes))
 
     @property
     def kernels(self) -> Kernels:

@@ -162,6 +162,7 @@ class Engine:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             cpu_threads=lane.device.num_threads,
+            kernels=lane.device.kernels.description,
             model_config=checkpoint.config.values,
             generation_config=dict(checkpoint.generation_config),
             notes=lane.notes,

@@ -53,6 +53,8 @@ class EngineInfo:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     cpu_threads: int = 0
+    #: Which kernels compute: their table and level.
+    kernels: str = ""
     #: The checkpoint's ``config.json`` and ``generation_config.json``: end-of-sequence ids, and
     #: defaults of the sampling parameters. Plain JSON values.
     model_config: dict[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ def describe(info: EngineInfo) -> list[str]:
         ("architecture", info.model_type),
         ("dtype", info.dtype),
         ("KV dtype", info.kv_cache_dtype),
+        ("kernels", f"{info.kernels}, {info.cpu_threads} threads" if info.kernels else ""),
         ("max model length", f"{info.max_model_len} tokens"),
     ]
     rows += [(f"{row.memory}: {row.account}", format_bytes(row.num_bytes)) for row in info.memory]

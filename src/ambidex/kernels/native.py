@@ -48,8 +48,11 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
     can_record = True
     ACTIVATIONS = ACTIVATIONS
 
-    def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
-        super().__init__(num_threads, cpus, level)
+    def __init__(
+        self, num_threads: int, cpus: Sequence[int], level: str, nodes: Sequence[int] = ()
+    ) -> None:
+        super().__init__(num_threads, cpus, level, nodes)
+        self.description = f"native, {level}"
         self._recorder: Recorder | None = None
 
     # ---------------------------------------------------------------- rows and memory of results

@@ -56,6 +56,7 @@ from ambidex.kernels.reference_weights import (
 )
 
 name = "reference"
+description = "reference (PyTorch)"
 
 #: Rows of a batch are padded to a multiple of this.
 row_pad = ROW_PAD

@@ -27,6 +27,8 @@ class Kernels(Protocol):
     """Activations are float32 [n, width]; results have memory of their own."""
 
     name: str
+    #: For people: the table, and what it runs on.
+    description: str
     #: Rows of a batch are padded to a multiple of this.
     row_pad: int
     #: Whether a step can be recorded and replayed; see ``kernels/cpu/recording.py``.

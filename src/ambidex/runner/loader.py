@@ -119,7 +119,7 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = CPUDevice(plan.num_threads, cpus=plan.cpus)
+    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length)
@@ -178,7 +178,7 @@ def load_lane(
     runner = ModelRunner(device, model, kv_cache, replayer)
     runner.warm_up()
     _give_freed_memory_back()
-    notes = [size.note] if size.note else []
+    notes = [*device.notes, *([size.note] if size.note else [])]
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.library import load
+from ambidex.kernels.cpu.numa import PagePlacer
 
 
 class NativeBase:
@@ -19,10 +20,15 @@ class NativeBase:
     are float32 on the CPU unless said otherwise; rows may lie apart, the numbers of a row may not.
     """
 
-    def __init__(self, num_threads: int, cpus: Sequence[int], level: str) -> None:
+    def __init__(
+        self, num_threads: int, cpus: Sequence[int], level: str, nodes: Sequence[int] = ()
+    ) -> None:
+        """``cpus`` and ``nodes``: where each thread is pinned, and that CPU's NUMA node."""
         self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
+        #: Puts each part of a weight on the node of the thread that multiplies with it.
+        self._placer = PagePlacer(nodes)
         self._context = self._native.Context(level, num_threads, list(cpus))
 
     def _rows(self, x: Tensor) -> int:

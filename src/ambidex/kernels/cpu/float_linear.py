@@ -72,7 +72,10 @@ class FloatLinearOps(NativeBase):
         num_out, num_in = weight.shape
         if num_in > 1 and weight.stride(1) != 1:
             raise KernelError("A weight's rows are not contiguous, so it cannot be packed.")
-        panels = _aligned(-(-num_out // PANEL_ROWS), num_in, weight.dtype)
+        num_panels = -(-num_out // PANEL_ROWS)
+        panels = _aligned(num_panels, num_in, weight.dtype)
+        panel_bytes = PANEL_ROWS * num_in * weight.dtype.itemsize
+        self._placer.place(panels.data_ptr(), num_panels, panel_bytes)
         self._native.pack_float(
             self._context,
             weight.data_ptr(),

@@ -144,6 +144,7 @@ class QuantizedLinearOps(NativeBase):
             tables = torch.cat([entries, low.to(torch.uint8), high.to(torch.uint8)])
             book[: len(tables)] = tables
 
+        self._placer.place(panels.data_ptr(), form.num_panels, form.panel_bytes)
         zeros = weight.zeros if weight.zeros is not None else minimum
         sources = [
             None if tensor is None else _on_cpu(weight.name, tensor)
