@@ -418,7 +418,10 @@ def test_weights_beyond_the_memory(
 @pytest.mark.parametrize("where", ["loading", "running"])
 @pytest.mark.parametrize(
     "refusal",
-    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
+    [
+        MemoryError,
+        lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    ],
     ids=["python", "pytorch"],
 )
 def test_memory_that_the_system_refuses(
@@ -426,10 +429,11 @@ def test_memory_that_the_system_refuses(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     where: str,
-    refusal: Exception,
+    refusal: Callable[[], Exception],
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise refusal
+        # Made anew: its traceback holds the engine.
+        raise refusal()
 
     place = "device.cpu.CPUDevice.zeros" if where == "loading" else "engine.engine.Engine.step"
     monkeypatch.setattr(f"ambidex.{place}", refuse)
