@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import quantised_checkpoints as files
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -241,6 +241,7 @@ def test_any_setting_is_understood_or_refused(hf_folder: Maker, case: str) -> No
 
     @settings(max_examples=60, deadline=None)
     @given(table=st.dictionaries(_FIELDS, _VALUES, max_size=4))
+    @example(table={"checkpoint_format": "\n", "version": "\n", "bnb_4bit_quant_type": "\n"})
     def check(table: dict[str, Any]) -> None:
         table = {**CASES[case][1], **table}
         try:

@@ -131,7 +131,7 @@ class _Reader:
         text = supported[0] if value is None else str(value).lower()
         if text not in supported:
             raise UnsupportedModelError(
-                f"{self.where}.{name} is '{text:.40}', which is not supported; supported are "
+                f"{self.where}.{name} is {text[:40]!r}, which is not supported; supported are "
                 f"{', '.join(supported)}. Use another checkpoint of this model, or a GGUF file."
             )
         return text
