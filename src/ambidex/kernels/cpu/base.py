@@ -11,6 +11,7 @@ from torch import Tensor
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.library import load
 from ambidex.kernels.cpu.numa import PagePlacer
+from ambidex.kernels.cpu.weight_memory import WeightMemory
 
 
 class NativeBase:
@@ -27,6 +28,7 @@ class NativeBase:
         self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
+        self._weight_memory = WeightMemory()
         #: Puts each part of a weight on the node of the thread that multiplies with it.
         self._placer = PagePlacer(nodes)
         self._context = self._native.Context(level, num_threads, list(cpus))

@@ -50,15 +50,6 @@ class FloatWeight:
         return FloatWeight(self.panels[start // PANEL_ROWS : -(-end // PANEL_ROWS)], end - start)
 
 
-def _aligned(num_panels: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    """Memory for panels that begins at a multiple of 64 bytes."""
-    size = num_panels * num_in * PANEL_ROWS
-    spare = 64 // dtype.itemsize
-    memory = torch.empty(size + spare, dtype=dtype)
-    skip = -memory.data_ptr() % 64 // dtype.itemsize
-    return memory[skip : skip + size].view(num_panels, num_in, PANEL_ROWS)
-
-
 class FloatLinearOps(NativeBase):
     """See kernels/reference.py for what each computes."""
 
@@ -73,8 +64,9 @@ class FloatLinearOps(NativeBase):
         if num_in > 1 and weight.stride(1) != 1:
             raise KernelError("A weight's rows are not contiguous, so it cannot be packed.")
         num_panels = -(-num_out // PANEL_ROWS)
-        panels = _aligned(num_panels, num_in, weight.dtype)
         panel_bytes = PANEL_ROWS * num_in * weight.dtype.itemsize
+        memory = self._weight_memory.take(num_panels * panel_bytes)
+        panels = memory.view(weight.dtype).view(num_panels, num_in, PANEL_ROWS)
         self._placer.place(panels.data_ptr(), num_panels, panel_bytes)
         self._native.pack_float(
             self._context,

@@ -32,7 +32,7 @@ constexpr size_t kAlignment = 64;
 constexpr auto kSpin = std::chrono::microseconds(3);
 // Then it lets others have the core between two looks, for as long as the Python of a decode step
 // takes; waking a thread that sleeps costs a step about 50 microseconds. Then it sleeps.
-constexpr auto kYield = std::chrono::microseconds(400);
+constexpr auto kYield = std::chrono::microseconds(1000);
 
 std::atomic<uint32_t> num_forks{0};
 

@@ -22,7 +22,7 @@ class Worker {
   public:
     Worker(ThreadGroup& group, int id) : group_(group), id_(id) {}
 
-    int id() const { return id_; }
+    __attribute__((always_inline)) int id() const { return id_; }
     int count() const;
 
     // Waits until every worker of the group is here. When a worker's job has thrown, those that

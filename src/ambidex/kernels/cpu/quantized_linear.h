@@ -41,16 +41,16 @@ struct PackedForm {
     bool fine;  // each half-block of activations has a scale
 
     // Whether the halves of a block are scaled apart.
-    bool halves() const { return fine || group_shift == 0; }
-    int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
-    int64_t code_bytes() const { return block_bytes(code) * blocks; }
-    static constexpr int64_t block_bytes(CodeKind code) {
+    AMBIDEX_INLINE bool halves() const { return fine || group_shift == 0; }
+    AMBIDEX_INLINE int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
+    AMBIDEX_INLINE int64_t code_bytes() const { return block_bytes(code) * blocks; }
+    AMBIDEX_INLINE static constexpr int64_t block_bytes(CodeKind code) {
         return code == CodeKind::k8   ? 512
                : code == CodeKind::k6 ? 384
                : code == CodeKind::k5 ? 320
                                       : 256;
     }
-    bool has_minimum() const { return zero_kind >= ZeroKind::kMinF16; }
+    AMBIDEX_INLINE bool has_minimum() const { return zero_kind >= ZeroKind::kMinF16; }
 };
 
 // What a code means, where it is an index: values for embedding, numbers for products.

@@ -131,7 +131,7 @@ class QuantizedLinearOps(NativeBase):
         order_bytes = 0 if weight.permutation is None else _aligned(4 * columns)
         book_bytes = 0 if codebook is None else _aligned(kinds.CODEBOOK_BYTES)
         panel_bytes = form.num_panels * form.panel_bytes
-        memory = torch.empty(panel_bytes + order_bytes + book_bytes, dtype=torch.uint8)
+        memory = self._weight_memory.take(panel_bytes + order_bytes + book_bytes)
         panels, book, order = memory.split([panel_bytes, book_bytes, order_bytes])
         permutation = None
         if weight.permutation is not None:

@@ -6,6 +6,10 @@
 
 namespace ambidex {
 
+// For what files of several levels share: an out-of-line copy could be the one with the widest
+// instructions, on a machine that lacks them.
+#define AMBIDEX_INLINE inline __attribute__((always_inline))
+
 constexpr int kMaxGroups = 8;
 
 // Block tables of one KV group: row i holds the blocks of sequence i, -1 where there is none.
@@ -35,7 +39,7 @@ struct Rows {
     static constexpr int64_t kTokens = -1;
     static constexpr int64_t kLogits = -2;
 
-    int64_t count(const StepParams& step) const {
+    AMBIDEX_INLINE int64_t count(const StepParams& step) const {
         if (code >= 0) return code;
         if (code == kTokens) return step.num_tokens;
         if (code == kLogits) return step.num_logit_rows;
