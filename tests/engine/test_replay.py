@@ -138,6 +138,21 @@ def _python_calls(engine: Engine) -> tuple[int, int]:
     return count, runs[0]
 
 
+def test_the_arena_does_not_grow_with_layers(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A layer's results lie where an earlier layer's lay."""
+    deep = _deeper(tiny_model("llama"), tmp_path / "deep", 10)
+    sizes = []
+    for folder in (tiny_model("llama"), deep):
+        engine = Engine(make_config(folder))
+        replayer = engine.lane.runner.replayer
+        assert replayer is not None
+        sizes.append(replayer.arena_bytes)
+        engine.close()
+    assert 0 < sizes[0] == sizes[1]
+
+
 def test_python_calls_do_not_grow_with_layers(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

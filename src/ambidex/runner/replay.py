@@ -57,6 +57,11 @@ class Replayer:
         """Native calls that one replay stands for."""
         return self._recording.num_calls if self._recording is not None else 0
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the results of a step with the largest batch."""
+        return self._recording.arena.num_bytes if self._recording is not None else 0
+
     def record(self) -> bool:
         """Whether the model could be recorded; some operations cannot."""
         try:

@@ -43,7 +43,8 @@ class Arena:
         fitting = [piece for piece in self._free if piece.nbytes >= num_bytes]
         if fitting:
             piece = min(fitting, key=lambda item: item.nbytes)
-            self._free = [item for item in self._free if item is not piece]
+            # In place: what frees a piece later adds it to this list.
+            self._free[:] = [item for item in self._free if item is not piece]
         else:
             raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
             skip = -raw.ctypes.data % _ALIGNMENT
