@@ -11,16 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ambidex.errors import OptionError
 from ambidex.kernels import reference
-from ambidex.kernels.cpu.levels import choose_level, recorded_levels
+from ambidex.kernels.cpu.levels import choose_level, kernel_table_name, recorded_levels
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kernels.table import Kernels
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
-
-#: Kernel tables of this device.
-KERNELS = ("native", "reference")
 
 
 def default_num_threads() -> int:
@@ -49,11 +45,7 @@ class CPUDevice:
         self.cpus = tuple(cpus)
         #: Sentences that the user should read once.
         self.notes: list[str] = []
-        chosen = kernels or os.environ.get("AMBIDEX_CPU_KERNELS") or "native"
-        if chosen not in KERNELS:
-            raise OptionError(
-                f"AMBIDEX_CPU_KERNELS={chosen} is not known; choose one of {', '.join(KERNELS)}."
-            )
+        chosen = kernels or kernel_table_name(os.environ)
         self._is_native = chosen == "native"
         self.prepare_thread()
         self._kernels = (

@@ -68,6 +68,19 @@ class NativeBase:
         if out.shape[0] != x.shape[0]:
             raise KernelError(f"out has {out.shape[0]} rows, and must have {x.shape[0]}.")
 
+    def _check_ids(self, token_ids: Tensor) -> None:
+        """Raises KernelError unless ``token_ids`` is [n] int64, contiguous, on the CPU."""
+        if (
+            token_ids.device.type != "cpu"
+            or token_ids.dtype is not torch.int64
+            or token_ids.dim() != 1
+            or not token_ids.is_contiguous()
+        ):
+            raise KernelError(
+                f"token_ids is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
+                "and must be int64 [n], contiguous, on the CPU."
+            )
+
     def _check_vector(self, x: Tensor, what: str, size: int) -> None:
         """Raises KernelError unless ``x`` is [size] float32, contiguous, on the CPU."""
         if (

@@ -147,16 +147,7 @@ class FloatLinearOps(NativeBase):
 
         An id that is no row gives NaN. While recording, the ids are the step's.
         """
-        if (
-            token_ids.device.type != "cpu"
-            or token_ids.dtype is not torch.int64
-            or token_ids.dim() != 1
-            or not token_ids.is_contiguous()
-        ):
-            raise KernelError(
-                f"token_ids is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
-                "and must be int64 [n], contiguous, on the CPU."
-            )
+        self._check_ids(token_ids)
         num_out, width = weight.shape
         out = self._empty(token_ids, width)
         rows = self._rows(token_ids)

@@ -244,16 +244,7 @@ class QuantizedLinearOps(NativeBase):
     ) -> Tensor:
         """Rows ``token_ids`` [n] int64 of ``weight``, times ``scale``: [n, in], bit for bit those
         of ``Quantized.dequantise()``. NaN for an id that has no row. Raises KernelError."""
-        if (
-            token_ids.device.type != "cpu"
-            or token_ids.dtype is not torch.int64
-            or token_ids.dim() != 1
-            or not token_ids.is_contiguous()
-        ):
-            raise KernelError(
-                f"token_ids is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
-                "and must be int64 [n] on the CPU, contiguous."
-            )
+        self._check_ids(token_ids)
         out = self._empty(token_ids, weight.shape[1])
         rows = self._rows(token_ids)
         self._native.embedding_quantized(
