@@ -74,6 +74,26 @@ def test_replayed_and_eager_steps_agree(
         eager.close()
 
 
+def test_a_replay_chooses_the_best_tokens(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(make_config(tiny_model("llama")))
+    try:
+
+        def not_again(logits: object) -> None:
+            raise AssertionError("the replay has chosen already")
+
+        monkeypatch.setattr(engine.lane.device.kernels, "greedy", not_again)
+        replayed = generate(engine)
+    finally:
+        engine.close()
+    eager = Engine(make_config(tiny_model("llama"), enforce_eager=True))
+    try:
+        assert generate(eager) == replayed
+    finally:
+        eager.close()
+
+
 @pytest.mark.parametrize(("budget", "seqs"), [(16, 16), (17, 3), (64, 8)])
 def test_limits_of_a_recording(tiny_model: Callable[[str], Path], budget: int, seqs: int) -> None:
     """Any number of tokens and sequences up to the limits, equal limits too."""

@@ -210,7 +210,8 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         max_logits: int,
         compute: Callable[[int], tuple[Tensor, Tensor]],
     ) -> Recording:
-        """Record what ``compute(max_tokens)`` calls; it returns hidden states and logits.
+        """Record what ``compute(max_tokens)`` calls, and the choice of each row's best token;
+        it returns hidden states and logits.
 
         Nothing is computed. Raises KernelError where an operation cannot be recorded.
         """
@@ -220,10 +221,18 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         self._context.begin_recording()
         try:
             hidden, logits = compute(max_tokens)
+            best, is_finite = self.greedy(logits)
             program: Any = self._context.end_recording()
             recorder = self._recorder
             return Recording(
-                program, recorder.arena, recorder.kept, hidden, logits, self._context.replay
+                program,
+                recorder.arena,
+                recorder.kept,
+                hidden,
+                logits,
+                best,
+                is_finite,
+                self._context.replay,
             )
         finally:
             self._context.end_recording()

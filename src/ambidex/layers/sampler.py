@@ -170,8 +170,14 @@ class Sampler:
         self._kernels = kernels
         self._scratch = _Scratch()
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> SampleResult:
-        """``logits``: [n, vocab] float32 in host memory, left unchanged; ``rows``: [n].
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplerRow],
+        best: tuple[Tensor, Tensor] | None = None,
+    ) -> SampleResult:
+        """``logits``: [n, vocab] float32 in host memory, left unchanged; ``rows``: [n];
+        ``best``: what :meth:`BestTokens.greedy` says of ``logits``, where that is known.
 
         A row with NaN or infinite logits, or with every token masked, fails alone.
         Every row that is not greedy needs ``params.seed``.
@@ -183,8 +189,10 @@ class Sampler:
         plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_modifiers]
         modified = [i for i, row in enumerate(rows) if row.is_greedy and row.has_modifiers]
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
-        if plain and self._kernels is not None:
-            plain = _choose_best_of_finite(self._kernels, logits, plain, result)
+        if plain and best is None and self._kernels is not None:
+            best = self._kernels.greedy(logits)
+        if plain and best is not None:
+            plain = _choose_best_of_finite(best, plain, result)
         _choose_best(logits.numpy(), plain, result)
         _choose_best_modified(logits.numpy(), modified, rows, result)
         _draw(logits, drawn, rows, self._scratch, result)
@@ -193,6 +201,8 @@ class Sampler:
             for i, row in enumerate(rows)
             if row.params.logprobs is not None and i not in result.errors
         }
+        if not wanted:
+            return result
         indices = list(wanted)
         targets = [result.token_ids[i] for i in indices]
         entries = _logprobs(logits, indices, targets, list(wanted.values()))
@@ -231,13 +241,13 @@ def prompt_logprobs(logits: Tensor, target_ids: list[int], k: int) -> list[Token
 
 
 def _choose_best_of_finite(
-    kernels: BestTokens, logits: Tensor, indices: list[int], result: SampleResult
+    best: tuple[Tensor, Tensor], indices: list[int], result: SampleResult
 ) -> list[int]:
     """Settle the rows ``indices`` that are finite; returns the others."""
-    best, is_finite = (tensor.tolist() for tensor in kernels.greedy(logits))
+    token_ids, is_finite = (tensor.tolist() for tensor in best)
     for i in indices:
         if is_finite[i]:
-            result.token_ids[i] = best[i]
+            result.token_ids[i] = token_ids[i]
     return [i for i in indices if not is_finite[i]]
 
 

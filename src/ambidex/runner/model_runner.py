@@ -111,8 +111,9 @@ class ModelRunner:
         chosen = [i for i, request in enumerate(requests) if request.sample]
         rows = [ends[i + 1] - 1 for i in chosen]
         logits: Tensor | None = None
+        best: tuple[Tensor, Tensor] | None = None
         if self.replayer is not None and self.replayer.fits(batch, len(rows)):
-            hidden, logits = self.replayer.replay(batch, rows)
+            hidden, logits, best = self.replayer.replay(batch, rows)
         else:
             hidden = self.model(batch)
             if rows:
@@ -122,7 +123,7 @@ class ModelRunner:
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
                 self._score_prompt(request, hidden[ends[index] : ends[index + 1]], result)
         if rows and logits is not None:
-            self._sample(logits, [requests[i] for i in chosen], result)
+            self._sample(logits, best, [requests[i] for i in chosen], result)
 
     def close(self) -> None:
         """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
@@ -136,9 +137,15 @@ class ModelRunner:
                 row = SamplerRow(new.params, list(new.token_ids), new.num_prompt_tokens)
                 self._requests[request.request_id] = RunnerRequest(row)
 
-    def _sample(self, logits: Tensor, requests: list[ScheduledRequest], result: StepResult) -> None:
+    def _sample(
+        self,
+        logits: Tensor,
+        best: tuple[Tensor, Tensor] | None,
+        requests: list[ScheduledRequest],
+        result: StepResult,
+    ) -> None:
         rows = [self._requests[request.request_id].row for request in requests]
-        sampled = self._sampler(logits, rows)
+        sampled = self._sampler(logits, rows, best)
         for index, request in enumerate(requests):
             error = sampled.errors.get(index)
             if error is not None:

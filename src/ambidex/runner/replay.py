@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from ambidex.models.registry import CausalLM
 
 logger = logging.getLogger(__name__)
+
+
+class Replayed(NamedTuple):
+    """A step's results, which the next replay overwrites."""
+
+    #: [num_tokens, hidden]
+    hidden: Tensor
+    #: [num_logit_rows, vocab]
+    logits: Tensor
+    #: [num_logit_rows] each: the best tokens, and whether a row is finite.
+    best: tuple[Tensor, Tensor]
 
 
 class Replayer:
@@ -88,9 +99,8 @@ class Replayer:
     def fits(self, batch: Batch, num_logit_rows: int) -> bool:
         return batch.num_tokens <= self._max_tokens and num_logit_rows <= self._max_logit_rows
 
-    def replay(self, batch: Batch, logit_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states [num_tokens, hidden] and logits of ``logit_rows``; both are overwritten by
-        the next replay."""
+    def replay(self, batch: Batch, logit_rows: Sequence[int]) -> Replayed:
+        """Compute ``batch``, and the logits of its rows ``logit_rows``."""
         recording = self._recording
         assert recording is not None
         for rope in self._ropes:
@@ -100,4 +110,9 @@ class Replayer:
             self._kernels.set_metadata(metadata)
         self._kernels.set_logit_rows(logit_rows)
         recording.replay()
-        return recording.hidden[: batch.num_tokens], recording.logits[: len(logit_rows)]
+        count = len(logit_rows)
+        return Replayed(
+            recording.hidden[: batch.num_tokens],
+            recording.logits[:count],
+            (recording.best[:count], recording.is_finite[:count]),
+        )

@@ -79,10 +79,10 @@ void bind_small(nb::module_& module) {
         submit(context, small_table(context.level).take_rows, args);
     });
     module.def("greedy", [](Context& context, Address logits, int64_t stride, int64_t rows,
-                            int64_t width, Address ids, Address is_finite) {
+                            int64_t max_rows, int64_t width, Address ids, Address is_finite) {
         GreedyArgs args{pointer<const float>(logits), pointer<int64_t>(ids),
-                        pointer<bool>(is_finite), stride, rows, width};
-        size_t shared = size_t(rows * num_pieces(width)) * sizeof(PieceMaximum);
+                        pointer<bool>(is_finite), stride, width, Rows{rows}};
+        size_t shared = size_t(max_rows * num_pieces(width)) * sizeof(PieceMaximum);
         submit(context, small_table(context.level).greedy, args, shared);
     });
     module.def("top_k", [](Context& context, Address logits, int64_t stride, int64_t rows,

@@ -98,6 +98,10 @@ class Recording:
     hidden: Tensor
     #: [max logit rows, vocab]
     logits: Tensor
+    #: [max logit rows] int64: the lowest of each row's best tokens.
+    best: Tensor
+    #: [max logit rows] bool: whether a row's logits are.
+    is_finite: Tensor
     _replay: Callable[[Any], None]
     num_replays: int = 0
 

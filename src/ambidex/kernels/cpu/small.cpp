@@ -199,17 +199,18 @@ static PieceMaximum piece_maximum(const float* x, int64_t size) {
     return {largest, zero == 0.0f};
 }
 
-static void greedy(const GreedyArgs& args, const StepParams&, Worker& worker) {
+static void greedy(const GreedyArgs& args, const StepParams& step, Worker& worker) {
+    const int64_t num_rows = args.rows.count(step);
     int64_t pieces = num_pieces(args.width);
     auto* maxima = reinterpret_cast<PieceMaximum*>(worker.shared());
-    for (int64_t unit; (unit = worker.next(args.num_rows * pieces)) >= 0;) {
+    for (int64_t unit; (unit = worker.next(num_rows * pieces)) >= 0;) {
         int64_t first = unit % pieces * kPieceColumns;
         int64_t size = args.width - first < kPieceColumns ? args.width - first : kPieceColumns;
         maxima[unit] = piece_maximum(args.logits + unit / pieces * args.stride + first, size);
     }
     worker.barrier();
-    int64_t end = args.num_rows * (worker.id() + 1) / worker.count();
-    for (int64_t row = args.num_rows * worker.id() / worker.count(); row < end; ++row) {
+    int64_t end = num_rows * (worker.id() + 1) / worker.count();
+    for (int64_t row = num_rows * worker.id() / worker.count(); row < end; ++row) {
         const PieceMaximum* of_row = maxima + row * pieces;
         int64_t best = 0;
         bool is_finite = true;

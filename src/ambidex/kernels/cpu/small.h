@@ -68,7 +68,8 @@ struct GreedyArgs {
     const float* logits;
     int64_t* ids;
     bool* is_finite;
-    int64_t stride, num_rows, width;
+    int64_t stride, width;
+    Rows rows;
 };
 
 // The k largest numbers of each row, falling, lower columns first among equals. NaN is largest.

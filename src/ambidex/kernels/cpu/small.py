@@ -219,6 +219,7 @@ class SmallOps(NativeBase):
             self._context,
             logits.data_ptr(),
             logits.stride(0),
+            self._rows(logits),
             num_rows,
             width,
             ids.data_ptr(),
