@@ -237,6 +237,11 @@ def _row_order(num_rows: int, num_heads: int) -> Any:
 
 def _dequantise(rows: numpy.ndarray, info: TensorInfo, header: GGUFHeader) -> numpy.ndarray:
     import numpy
+
+    if info.type_name in ("F32", "F16"):
+        # Importing gguf takes longer than a small model's norms.
+        plain = numpy.float32 if info.type_name == "F32" else numpy.float16
+        return rows.view(plain).astype(numpy.float32, copy=False)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
