@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -9,7 +10,43 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ambidex.kernels.table import Kernels
+    from ambidex.memory.cost_model import ComputeRate, LinkRate
     from ambidex.memory.ledger import Ledger
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the host until it is reached. Raises what the work before it raised."""
+
+
+class Stream(Protocol):
+    """Work of one stream runs in the order of launching; streams wait for events alone."""
+
+    def launch(
+        self,
+        name: str,
+        work: Callable[[], None],
+        seconds: float,
+        num_bytes: int = 0,
+        reads: Sequence[tuple[int, int]] = (),
+        writes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Queue ``work``; ``seconds`` is what a simulated clock lets it take, ``num_bytes`` what it
+        moves over a link, ``reads`` and ``writes`` are the addresses that it touches."""
+
+    def close(self) -> None:
+        """End it, after what was launched."""
+
+    def wait(self, event: Event) -> None:
+        """Work launched from now on begins after ``event``."""
+
+    def record(self) -> Event:
+        """An event that is reached when everything launched so far is done."""
 
 
 class Device(Protocol):
@@ -18,23 +55,69 @@ class Device(Protocol):
     name: str
     ledger: Ledger
     num_threads: int
+    #: Sentences that the user should read once.
+    notes: list[str]
 
     @property
     def kernels(self) -> Kernels:
         """The kernel table: the operations that layers are made of."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory; the caller holds a reservation for it."""
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
+    ) -> Tensor:
+        """Uninitialised memory of ``account``; the caller holds a reservation for it."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
+    ) -> Tensor:
         """Memory that reads as zero; the caller holds a reservation for it."""
+
+    def store(self, tensor: Tensor, account: str = "weights") -> Tensor:
+        """``tensor``, of the host, in this device's memory; itself where that is the same."""
+
+    def write(self, destination: Tensor, source: Tensor) -> None:
+        """Copy ``source``, of the host, into memory of this device, at once."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """``tensor`` in the host's memory, once it has been computed; itself where it is there."""
 
     def prepare_thread(self) -> None:
         """Called once in the thread that will run this device's lane."""
 
     def synchronize(self) -> None:
-        """Wait until everything submitted has been computed."""
+        """Wait until everything submitted has been computed. Raises what that raised, once."""
 
     def close(self) -> None:
         """Let go of the kernel table, whose threads end with it. Only the ledger can be used
         afterwards."""
+
+
+class Accelerator(Device, Protocol):
+    """A device with a memory of its own, at the end of a link, that computes while the host does
+    something else."""
+
+    #: What it reaches, and what the link to it does in each direction.
+    rate: ComputeRate
+    link: LinkRate
+    #: Launched work of the kernel table, copies to the device, copies from it.
+    compute: Stream
+    copy_in: Stream
+    copy_out: Stream
+    #: Small copies to the device, which do not wait behind large ones.
+    copy_in_small: Stream
+
+    def new_stream(self, name: str, prepare: Callable[[], None]) -> Stream:
+        """A stream of the host's work, which waits for this device's events, and it for its."""
+
+    def host_rate(self, num_threads: int) -> ComputeRate:
+        """What that many threads of the host reach, as far as this device's clock is concerned."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in this device's memory."""
+
+    def copy(
+        self, destination: Tensor, source: Tensor, name: str = "copy", *, is_small: bool = False
+    ) -> Event:
+        """Copy between the host's memory and this device's, on ``copy_in`` (or
+        ``copy_in_small``) or ``copy_out``; what has to happen before, that stream must have been
+        told to wait for."""

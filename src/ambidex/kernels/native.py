@@ -36,6 +36,28 @@ class StackedWeight:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StackedWeight:
+        """The same matrix over what ``move`` gives for each piece of its memory."""
+        return StackedWeight(tuple(part.moved(move) for part in self.parts))
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> StackedWeight:
+        """Those rows, one range behind the other; ``store`` copies pieces of bytes, one behind the
+        other, to where they shall lie."""
+        cut = [part for start, end in ranges for part in self.rows(start, end).parts]
+        return StackedWeight(tuple(part.gather([(0, part.shape[0])], store) for part in cut))
+
+    def rows(self, start: int, end: int) -> StackedWeight:
+        """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""
+        parts, first = [], 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(end - first, part.shape[0])
+            if low < high:
+                parts.append(part.rows(low, high))
+            first += part.shape[0]
+        return StackedWeight(tuple(parts))
+
 
 Weight = FloatWeight | PackedWeight | StackedWeight
 

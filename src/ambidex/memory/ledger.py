@@ -43,6 +43,7 @@ class Ledger:
         self.capacity_bytes = capacity_bytes
         self._reservations: set[Reservation] = set()
         self._used_bytes = 0
+        self._by_account: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -52,6 +53,10 @@ class Ledger:
     @property
     def free_bytes(self) -> int:
         return self.capacity_bytes - self._used_bytes
+
+    def reserved_bytes(self, account: str) -> int:
+        """What is reserved in one account."""
+        return self._by_account.get(account, 0)
 
     def reserve(self, account: str, name: str, num_bytes: int) -> Reservation:
         """Take ``num_bytes``; raises :class:`OutOfMemory` where they exceed what is free."""
@@ -67,6 +72,7 @@ class Ledger:
                 )
             self._reservations.add(reservation)
             self._used_bytes += num_bytes
+            self._by_account[account] = self._by_account.get(account, 0) + num_bytes
         return reservation
 
     def release(self, reservation: Reservation) -> None:
@@ -75,11 +81,13 @@ class Ledger:
             assert reservation in self._reservations, f"{reservation} is not reserved here"
             self._reservations.remove(reservation)
             self._used_bytes -= reservation.num_bytes
+            self._by_account[reservation.account] -= reservation.num_bytes
 
     def release_all(self) -> None:
         """Give everything back."""
         with self._lock:
             self._reservations.clear()
+            self._by_account.clear()
             self._used_bytes = 0
 
     def reservations(self, account: str | None = None) -> list[Reservation]:

@@ -30,11 +30,19 @@ from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.rope import rope_bytes
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.low_bit import low_bit_source
 from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.placing import (
+    host_weight_bytes,
+    place_parameters,
+    plan_places,
+    start_streaming,
+)
 from ambidex.runner.replay import Replayer
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
@@ -44,7 +52,7 @@ from ambidex.weights.load import load_weights, planned_bytes
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
-    from ambidex.memory.ledger import Reservation
+    from ambidex.memory.ledger import Ledger, Reservation
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -61,6 +69,8 @@ KV_DTYPES = {**DTYPES, "int8": torch.int8}
 class LoadedLane:
     """A model on a device, ready to run, and what was decided on the way."""
 
+    hands: Hands
+    #: The lane's own: the accelerator where there is one.
     device: Device
     runner: ModelRunner
     checkpoint: Checkpoint
@@ -81,8 +91,7 @@ class LoadedLane:
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
-        self.device.close()
-        self.device.ledger.release_all()
+        self.hands.close()
         _give_freed_memory_back()
 
 
@@ -119,14 +128,15 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
+    hands = open_hands(config, plan)
+    device = hands.device
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
-        context = BuildContext(device, DTYPES[dtype], length)
+        context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
         return build_model(context, model_values), context.kv_groups(KV_DTYPES[kv_dtype])
 
-    low_bit = low_bit_source(config, checkpoint, device.kernels)
-    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, device)
+    low_bit = low_bit_source(config, checkpoint, hands.host.kernels)
+    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, hands.host)
     model, groups = build(max_model_len)
 
     def step_bytes(length: int) -> int:
@@ -136,7 +146,14 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
-    weights = _reserve_weights(config, device, planned, step_bytes(1))
+    places = plan_places(config, hands, model, planned, step_bytes(1))
+    weights = [
+        _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1))
+        for ledger in hands.ledgers
+    ]
+    if places.staging_bytes:
+        staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
+        weights.append(staging)
     size = size_kv_cache(
         [GroupSize(group.bytes_per_token, group.window) for group in groups],
         device.ledger.free_bytes,
@@ -149,7 +166,10 @@ def load_lane(
     if size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(size.max_model_len)
-    device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
+    place_parameters(model, places.by_path)
+    for ledger in hands.ledgers:
+        ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
+    device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
     with _memory_refused(device):
@@ -162,9 +182,17 @@ def load_lane(
             low_bit.load if low_bit else None,
         )
         # What is held, to the byte, takes the place of what was foreseen.
-        device.ledger.release(weights)
+        for ledger, reservation in zip((*hands.ledgers, device.ledger), weights, strict=False):
+            ledger.release(reservation)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
+        on_host = sum(host_weight_bytes(parameter) for _, parameter in model.named_parameters())
+        if hands.accelerator is not None:
+            hands.host.ledger.reserve("weights", "weights", on_host)
+            held -= on_host
         device.ledger.reserve("weights", "weights", held)
+        if hands.accelerator is not None:
+            limits = config.scheduler
+            start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
         kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
     replayer = None
     if device.kernels.can_record and not config.enforce_eager:
@@ -175,16 +203,17 @@ def load_lane(
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
-    runner = ModelRunner(device, model, kv_cache, replayer)
+    runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
     runner.warm_up()
     _give_freed_memory_back()
-    notes = [*device.notes, *([size.note] if size.note else [])]
+    notes = [*hands.notes, *places.notes, *([size.note] if size.note else [])]
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
             f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
         )
     return LoadedLane(
+        hands=hands,
         device=device,
         runner=runner,
         checkpoint=checkpoint,
@@ -203,7 +232,7 @@ def load_lane(
     )
 
 
-def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
+def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: CPUDevice) -> str:
     """The type of the KV cache. Beside weights in low bits it is float16, which attention reads
     twice as fast: what that rounds is far below what 8-bit activations do."""
     is_native = device.kernels.name == "native"
@@ -218,10 +247,10 @@ def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
 
 
 def _reserve_weights(
-    config: EngineConfig, device: Device, needed: int, step_bytes: int
+    config: EngineConfig, ledger: Ledger, needed: int, step_bytes: int
 ) -> Reservation:
     """Raises OutOfMemory with what helps: that a step fits beside the weights is part of it."""
-    free = device.ledger.free_bytes
+    free = ledger.free_bytes
     if needed > free:
         remedy = "Free memory, or choose a smaller model."
         smaller = [
@@ -235,9 +264,9 @@ def _reserve_weights(
             remedy = f"Give {option}, which takes about {format_bytes(size)}."
         raise OutOfMemory(
             f"The weights of {config.model.model} take {format_bytes(needed)}; "
-            f"{format_bytes(free)} of host memory are free. {remedy}"
+            f"{format_bytes(free)} of {ledger.name} memory are free. {remedy}"
         )
-    return device.ledger.reserve("weights", "weights", needed)
+    return ledger.reserve("weights", "weights", needed)
 
 
 @contextlib.contextmanager

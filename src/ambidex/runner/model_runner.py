@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ambidex.errors import InvalidModelError
+from ambidex.errors import InvalidModelError, OutOfMemory
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
 from ambidex.request import SamplingParams, TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
@@ -18,6 +18,7 @@ from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, Step
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
+    from ambidex.kernels.table import Kernels
     from ambidex.kv.cache import KVCache
     from ambidex.layers.sampler import BestTokens
     from ambidex.models.registry import CausalLM
@@ -40,9 +41,16 @@ class ModelRunner:
     """Computes decisions. Everything here happens in the lane's thread."""
 
     def __init__(
-        self, device: Device, model: CausalLM, kv_cache: KVCache, replayer: Replayer | None = None
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_cache: KVCache,
+        replayer: Replayer | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        """``kernels``: what the model was built with, where that is not the device's table."""
         self.device = device
+        self._kernels = kernels or device.kernels
         self.model = model
         self.kv_cache = kv_cache
         #: Replays a recorded step; None: every step is computed call by call.
@@ -79,7 +87,8 @@ class ModelRunner:
         try:
             if requests:
                 self._execute(requests, result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
             result = StepResult(decision.step)
             for request in requests:
@@ -96,15 +105,23 @@ class ModelRunner:
             state.row = SamplerRow(row.params, tokens, row.num_prompt_tokens)
         try:
             self._execute([request], result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.exception("request %s failed", request.request_id)
             reason = (str(error) or "out of memory").splitlines()[0]
             result.errors[request.request_id] = f"Computing this request failed: {reason}"
 
+    def _settle(self) -> None:
+        """After a failed step: wait until nothing of it runs any more."""
+        try:
+            self.device.synchronize()
+        except RuntimeError as error:
+            logger.debug("of the failed step: %s", error)
+
     @torch.inference_mode()
     def _execute(self, requests: list[ScheduledRequest], result: StepResult) -> None:
         self._remember(requests)
-        kernels = self.device.kernels
+        kernels = self._kernels
         batch = build_batch(requests, self.kv_cache, kernels.row_pad)
         model_began = time.perf_counter()
         ends = batch.attention[0].query_starts
@@ -115,9 +132,13 @@ class ModelRunner:
         if self.replayer is not None and self.replayer.fits(batch, len(rows)):
             hidden, logits, best = self.replayer.replay(batch, rows)
         else:
+            kernels.begin_step(batch.num_tokens, len(rows))
+            batch.positions = kernels.put(batch.positions)
             hidden = self.model(batch)
             if rows:
-                logits = self.model.head(kernels.take_logit_rows(hidden, rows))
+                logits = kernels.fetch(self.model.head(kernels.take_logit_rows(hidden, rows)))
+            else:
+                self.device.synchronize()
         result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
@@ -170,6 +191,7 @@ class ModelRunner:
         for first in range(0, count, _LOGIT_ROWS):
             end = min(first + _LOGIT_ROWS, count)
             targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
-            scores += prompt_logprobs(self.model.head(hidden[first:end]), targets, wanted)
+            logits = self._kernels.fetch(self.model.head(hidden[first:end]))
+            scores += prompt_logprobs(logits, targets, wanted)
         if scores:
             result.prompt_logprobs[request.request_id] = scores

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,33 @@ class NativeBase:
         self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
-        self._weight_memory = WeightMemory()
+        self._weight_memory = self._kept_weights = WeightMemory()
         #: Puts each part of a weight on the node of the thread that multiplies with it.
         self._placer = PagePlacer(nodes)
         self._context = self._native.Context(level, num_threads, list(cpus))
+
+    @contextlib.contextmanager
+    def temporary_weights(self) -> Iterator[None]:
+        """Weights packed within lie in memory that is freed with the last of them."""
+        kept, self._weight_memory = self._weight_memory, WeightMemory()
+        try:
+            yield
+        finally:
+            self._weight_memory = kept
+
+    def keep(self, pieces: list[Tensor]) -> Tensor:
+        """Copy bytes, one piece behind the other, to the memory of the weights that stay."""
+        memory = self._kept_weights.take(sum(piece.numel() for piece in pieces))
+        return torch.cat(pieces, out=memory)
+
+    def fetch(self, x: Tensor) -> Tensor:
+        return x
+
+    def put(self, x: Tensor) -> Tensor:
+        return x
+
+    def begin_step(self, num_tokens: int, num_logits: int) -> None:
+        """Nothing has to be fetched ahead."""
 
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""

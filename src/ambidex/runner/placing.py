@@ -1,0 +1,111 @@
+"""From a plan of places to the parameters of a model, and from a loaded model to its streamer."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
+from ambidex.weights.placed import PlacedWeight
+from ambidex.weights.streamer import Streamer, num_buffers
+
+if TYPE_CHECKING:
+    from ambidex.config import EngineConfig, OffloadConfig
+    from ambidex.models.registry import CausalLM
+    from ambidex.runner.hands import Hands
+
+
+def placed_weights(model: CausalLM) -> list[tuple[PlacedWeight, bool]]:
+    """Weights with rows on the host, in the order of execution, and whether each is a head."""
+    found = []
+    for path, parameter in model.named_parameters():
+        data = parameter.data if isinstance(parameter.data, list) else [parameter.data]
+        is_head = path.startswith("head.")
+        if isinstance(parameter, Table):
+            if not parameter.has_head:
+                continue  # It is looked up, on the host.
+            is_head = True
+        if isinstance(parameter, Experts):
+            continue  # Those of the host are computed there.
+        found += [(weight, is_head) for weight in data if isinstance(weight, PlacedWeight)]
+    # A tied head is the last to be multiplied with, though its table comes first.
+    return sorted(found, key=lambda item: item[1])
+
+
+def host_weight_bytes(parameter: Parameter) -> int:
+    """Bytes of a loaded parameter in the host's memory, beside an accelerator."""
+    data = parameter.data if isinstance(parameter.data, list) else [parameter.data]
+    return sum(weight.host_bytes for weight in data if isinstance(weight, PlacedWeight))
+
+
+def start_streaming(hands: Hands, model: CausalLM, offload: OffloadConfig, max_rows: int) -> int:
+    """Tell the kernels of what is on the host, and make the ring that it is streamed through;
+    returns the ring's bytes."""
+    placed, accelerator = hands.placed, hands.accelerator
+    assert placed is not None
+    assert accelerator is not None
+    order = placed_weights(model)
+    prefetch = 1 if offload.prefetch_step is None else offload.prefetch_step
+    buffer_bytes = placed.staging_bytes(order, max_rows)
+    streamer, total = None, 0
+    if buffer_bytes:
+        total = buffer_bytes * num_buffers(prefetch, offload.is_async)
+        accelerator.ledger.reserve("staging", "streamed weights", total)
+        streamer = Streamer(accelerator, buffer_bytes, prefetch, offload.is_async)
+    placed.set_order(order, streamer)
+    return total
+
+
+@dataclass(slots=True)
+class Places:
+    """``by_path``: of the parameters that are not all on the accelerator. ``num_bytes``: planned
+    for each memory, by its ledger's name."""
+
+    by_path: dict[str, Place]
+    num_bytes: dict[str, int]
+    staging_bytes: int
+    notes: list[str]
+
+
+def plan_places(
+    config: EngineConfig, hands: Hands, model: CausalLM, sizes: dict[str, int], step_bytes: int
+) -> Places:
+    """Decide where weights go."""
+    host, total = hands.host.ledger.name, sum(sizes.values())
+    if hands.accelerator is None:
+        return Places({}, {host: total}, 0, [])
+    places, on_host, largest = {}, 0, 0
+    offload = config.offload
+    for path, parameter in model.named_parameters():
+        if not isinstance(parameter, Matrix | Experts):
+            continue
+        if any(fnmatch.fnmatch(path, pattern) for pattern in offload.patterns):
+            rows = parameter.shape[0] // (2 if getattr(parameter, "is_paired", False) else 1)
+            place = _place(offload.mode, rows, isinstance(parameter, Experts | Table))
+            places[path] = place
+            on_host += sizes[path] - sizes[path] * place.resident_rows // rows
+            largest = max(largest, sizes[path])
+    prefetch = 1 if offload.prefetch_step is None else offload.prefetch_step
+    staging = largest * num_buffers(prefetch, offload.is_async) if offload.mode != "compute" else 0
+    device = hands.accelerator.ledger.name
+    return Places(places, {host: on_host, device: total - on_host}, staging, [])
+
+
+def _place(mode: str, rows: int, is_whole: bool) -> Place:
+    if mode == "stream" and not is_whole:
+        return Place(0, lambda _: rows)
+    if mode == "split" and not is_whole:
+        resident = rows // 3 // 64 * 64
+        half = (rows - resident) // 2 // 64 * 64
+        return Place(resident, lambda _: half)
+    return Place(0, lambda _: 0)
+
+
+def place_parameters(model: CausalLM, places: dict[str, Place]) -> None:
+    """Say where parameters go when they are loaded; ``places``: by path."""
+    table = dict(model.named_parameters())
+    for path, place in places.items():
+        parameter = table[path]
+        assert isinstance(parameter, Matrix | Experts), path
+        cast(Matrix, parameter).place = place
