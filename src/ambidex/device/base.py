@@ -23,6 +23,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block the host until it is reached. Raises what the work before it raised."""
 
+    def reached(self) -> float:
+        """Block; when it was reached, in seconds of the device's clock."""
+
 
 class Stream(Protocol):
     """Work of one stream runs in the order of launching; streams wait for events alone."""
@@ -99,12 +102,22 @@ class Accelerator(Device, Protocol):
     #: What it reaches, and what the link to it does in each direction.
     rate: ComputeRate
     link: LinkRate
-    #: Launched work of the kernel table, copies to the device, copies from it.
-    compute: Stream
-    copy_in: Stream
-    copy_out: Stream
-    #: Small copies to the device, which do not wait behind large ones.
-    copy_in_small: Stream
+
+    @property
+    def compute(self) -> Stream:
+        """The launched work of the kernel table."""
+
+    @property
+    def copy_in(self) -> Stream:
+        """Copies to the device."""
+
+    @property
+    def copy_in_small(self) -> Stream:
+        """Small ones, which do not wait behind large ones."""
+
+    @property
+    def copy_out(self) -> Stream:
+        """Copies from the device."""
 
     def new_stream(self, name: str, prepare: Callable[[], None]) -> Stream:
         """A stream of the host's work, which waits for this device's events, and it for its."""

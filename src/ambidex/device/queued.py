@@ -12,7 +12,8 @@ from torch import Tensor
 from ambidex.errors import DeviceError
 
 if TYPE_CHECKING:
-    from ambidex.device.stream import Range, Stream
+    from ambidex.device.base import Stream
+    from ambidex.device.stream import Range
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Kernels, Weight
@@ -23,6 +24,10 @@ class Memory(Protocol):
     """Where a table's operands lie and its results go."""
 
     name: str
+
+    def store(self, tensor: Tensor, account: str = "weights") -> Tensor: ...
+
+    def to_host(self, tensor: Tensor) -> Tensor: ...
 
     def owns(self, tensor: Tensor) -> bool: ...
 
@@ -86,6 +91,15 @@ class QueuedKernels:
         self._rate = rate
         #: Calls by name.
         self.num_calls: dict[str, int] = {}
+
+    def put(self, x: Tensor) -> Tensor:
+        return self._memory.store(x, "activations")
+
+    def fetch(self, x: Tensor) -> Tensor:
+        return self._memory.to_host(x)
+
+    def begin_step(self, num_tokens: int, num_logits: int) -> None:
+        """Nothing has to be fetched ahead."""
 
     # ---------------------------------------------------------------- weights, made on the host
 

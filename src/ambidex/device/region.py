@@ -43,7 +43,7 @@ class Region:
         self._end = self._base + size_bytes
         #: Free pieces by offset: [offset, size], neither adjacent nor empty.
         self._free: list[list[int]] = [[0, size_bytes]]
-        # Filled by finalisers, which may run at any point of any thread, and emptied under the lock.
+        # Filled by finalisers, which may run at any point of any thread; emptied under the lock.
         self._dropped: deque[tuple[str, int, int, int]] = deque()
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}
@@ -81,7 +81,7 @@ class Region:
         if taken > reserved:
             raise OutOfMemory(
                 f"{self._ledger.name}: {format_bytes(num_bytes)} wanted for {account}, of which "
-                f"{format_bytes(taken - num_bytes)} of {format_bytes(reserved)} reserved are in use."
+                f"{format_bytes(taken - num_bytes)} of {format_bytes(reserved)} reserved are taken."
             )
         for index, (offset, free) in enumerate(self._free):
             if free >= size:

@@ -63,7 +63,7 @@ def _to_seconds(text: str) -> float:
     return float(text)
 
 
-_KEYS = {
+_KEYS: dict[str, tuple[str, Callable[[str], object]]] = {
     "memory": ("memory_bytes", to_size),
     "link": ("link_bytes_per_s", _to_rate),
     "latency": ("latency_s", _to_seconds),
@@ -110,6 +110,10 @@ def parse_spec(text: str) -> SimSpec:
         if name != "clock" and not (0 < value < math.inf or (lowest_is_zero and value == 0)):
             raise OptionError(f"--device sim: '{key}' must be more than 0, not {value:g}.")
     return spec
+
+
+def _clear(tensor: Tensor) -> None:
+    tensor.zero_()
 
 
 def make_sim(settings: str, core_rate: Callable[[], ComputeRate], cpus: Sequence[int]) -> SimDevice:
@@ -189,7 +193,7 @@ class SimDevice:
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
     ) -> Tensor:
         made = self.empty(shape, dtype, account)
-        self.compute.launch("zeros", made.zero_, 0.0, writes=addresses([made]))
+        self.compute.launch("zeros", lambda: _clear(made), 0.0, writes=addresses([made]))
         self.compute.synchronize()
         return made
 

@@ -17,10 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from ambidex.errors import DeviceError
+
+if TYPE_CHECKING:
+    from ambidex.device.base import Event as AnyEvent
 
 #: On the real clock, work ahead of its modelled end by less than this is not slept for: sleeping
 #: is not that exact. It is made up for by the next event.
@@ -166,7 +170,7 @@ def _overlap(first: Iterable[Range], second: Sequence[Range]) -> bool:
 
 @dataclass(slots=True)
 class _Wait:
-    event: Event
+    event: AnyEvent
 
 
 @dataclass(slots=True)
@@ -208,7 +212,7 @@ class Stream:
         self.clock.num_launches += 1
         self._put(_Launch(name, work, seconds, num_bytes, self.clock.submitted_s(), access))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: AnyEvent) -> None:
         """Work launched from now on begins after ``event``."""
         self._put(_Wait(event))
 
@@ -263,7 +267,7 @@ class Stream:
         else:
             self._execute(item)
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, event: AnyEvent) -> None:
         try:
             self._now_s = max(self._now_s, event.reached())
         except DeviceError as error:

@@ -149,6 +149,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
             return self.pack(joined, precise)
         return StackedWeight(tuple(self.pack(part, precise) for part in parts))
 
+    def stack(self, parts: Sequence[FloatWeight | PackedWeight | StackedWeight]) -> StackedWeight:
+        """Packed matrices, one below the other, as one."""
+        flat: list[FloatWeight | PackedWeight] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, StackedWeight) else [part]
+        return StackedWeight(tuple(flat))
+
     def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
         """Embedding and head read the same layout: a tied table is held once."""
         return self.pack(weight, precise=True)

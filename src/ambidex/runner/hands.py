@@ -81,6 +81,12 @@ class HostMemory:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.numel() == 0 or not self._accelerator.owns(tensor)
 
+    def store(self, tensor: Tensor, account: str = "weights") -> Tensor:
+        return tensor
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
     ) -> Tensor:

@@ -1,10 +1,10 @@
 """Kernels over two memories: each product runs where its weight lies.
 
 A weight's rows (output features) may be resident on the accelerator, copied to it ahead of use, or
-multiplied with on the host; the parts of one product run at the same time. Results of the host stay
-there until something on the accelerator needs them, so that between the two matrices of an MLP on
-the host nothing crosses the link. Every kernel treats a row of a weight alone, so the tokens are the
-same wherever it lies.
+multiplied with on the host; the parts of one product run at the same time. Results of the host
+stay there until something on the accelerator needs them, so that between the two matrices of an MLP
+on the host nothing crosses the link. Every kernel treats a row of a weight alone, so the tokens are
+the same wherever it lies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from ambidex.device.queued import QueuedKernels, num_bytes
-from ambidex.kernels.native import StackedWeight
 from ambidex.weights.streamer import Ranges, StagedRows, Streamer, staged_bytes
 
 if TYPE_CHECKING:
     from ambidex.device.base import Accelerator
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
-    from ambidex.kernels.table import Kernels, Weight
+    from ambidex.kernels.table import Weight
 
 #: Rows are cut at multiples of this.
 ROW_UNIT = 64
@@ -36,6 +35,9 @@ class HostTable(Protocol):
 
     def temporary_weights(self) -> contextlib.AbstractContextManager[None]:
         """Weights packed within lie in memory that is freed with them."""
+
+    def stack(self, parts: list[Any]) -> Any:
+        """Packed matrices, one below the other, as one."""
 
     def keep(self, pieces: list[Tensor]) -> Tensor:
         """Copy bytes, one piece behind the other, into the memory of weights that stay."""
@@ -95,14 +97,15 @@ class PlacedWeight:
         """Rows ``start`` to ``end`` of the host's part, in both halves."""
         return row_ranges(start, end, self.num_host, self.is_paired)
 
-    def on_host(self, start: int) -> Any:
-        """The host's part from row ``start`` on, in its own memory."""
+    def on_host(self, start: int, stack: Callable[[list[Any]], Any]) -> Any:
+        """The host's part from row ``start`` on, in its own memory; ``stack`` lays weights one
+        below the other."""
         if start == 0:
             return self.host
         if not self.is_paired:
             return self.host.rows(start, self.num_host)
         ranges = self.host_ranges(start, self.num_host)
-        return StackedWeight(tuple(self.host.rows(*rows) for rows in ranges))
+        return stack([self.host.rows(*rows) for rows in ranges])
 
 
 def row_ranges(start: int, end: int, num_rows: int, is_paired: bool) -> Ranges:
@@ -364,7 +367,7 @@ class PlacedKernels:
 
         of_host = None
         if computed:
-            part = weight.on_host(streamed)
+            part = weight.on_host(streamed, self._inner.stack)
             of_host = multiply(
                 self._host,
                 self._to_host(x),

@@ -1,8 +1,9 @@
 """Weights that live in the host's memory and are copied to the accelerator ahead of their use.
 
-A ring of staging buffers lies on the device. While one weight is multiplied with, the next ones, in
-the order of execution and across steps, are on their way over the link. A copy into a buffer waits
-until the kernel that used the buffer's last weight is done; a kernel waits until its weight is there.
+A ring of staging buffers lies on the device. While one weight is multiplied with, the next ones,
+in the order of execution and across steps, are on their way over the link. A copy into a buffer
+waits until the kernel that used the last weight in it is done; a kernel waits until its weight is
+there.
 """
 
 from __future__ import annotations
