@@ -149,7 +149,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
         self._requests.clear()
-        del self.model, self.kv_cache, self.replayer, self._sampler
+        del self.model, self.kv_cache, self.replayer, self._sampler, self._kernels
 
     def _remember(self, requests: list[ScheduledRequest]) -> None:
         for request in requests:
