@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
-from ambidex.weights.placed import PlacedWeight
-from ambidex.weights.streamer import Streamer, num_buffers
+from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
+from ambidex.weights.streamer import Streamer
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig, OffloadConfig
@@ -16,27 +16,38 @@ if TYPE_CHECKING:
     from ambidex.runner.hands import Hands
 
 
-def placed_weights(model: CausalLM) -> list[tuple[PlacedWeight, bool]]:
-    """Weights with rows on the host, in the order of execution, and whether each is a head."""
+def placed_weights(model: CausalLM) -> list[Ordered]:
+    """Weights with rows on the host, in the order of execution."""
     found = []
     for path, parameter in model.named_parameters():
-        data = parameter.data if isinstance(parameter.data, list) else [parameter.data]
         is_head = path.startswith("head.")
         if isinstance(parameter, Table):
             if not parameter.has_head:
                 continue  # It is looked up, on the host.
             is_head = True
-        if isinstance(parameter, Experts):
-            continue  # Those of the host are computed there.
-        found += [(weight, is_head) for weight in data if isinstance(weight, PlacedWeight)]
+        # Experts of the host are computed there.
+        if isinstance(parameter.data, PlacedWeight):
+            found.append(Ordered(parameter.data, group_of(path), is_head))
     # A tied head is the last to be multiplied with, though its table comes first.
-    return sorted(found, key=lambda item: item[1])
+    return sorted(found, key=lambda item: item.is_head)
+
+
+def group_of(path: str) -> str:
+    """The layer that a parameter belongs to: ``layers.3``; its module where it is in none."""
+    first, *rest = path.split(".")
+    return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
 
 
 def host_weight_bytes(parameter: Parameter) -> int:
     """Bytes of a loaded parameter in the host's memory, beside an accelerator."""
     data = parameter.data if isinstance(parameter.data, list) else [parameter.data]
     return sum(weight.host_bytes for weight in data if isinstance(weight, PlacedWeight))
+
+
+def ring_groups(offload: OffloadConfig) -> int:
+    """Layers that the ring of streamed weights has room for: the one in use and those ahead."""
+    ahead = 1 if offload.prefetch_step is None else offload.prefetch_step
+    return 1 + (ahead if offload.is_async else 0)
 
 
 def start_streaming(hands: Hands, model: CausalLM, offload: OffloadConfig, max_rows: int) -> int:
@@ -46,15 +57,13 @@ def start_streaming(hands: Hands, model: CausalLM, offload: OffloadConfig, max_r
     assert placed is not None
     assert accelerator is not None
     order = placed_weights(model)
-    prefetch = 1 if offload.prefetch_step is None else offload.prefetch_step
-    buffer_bytes = placed.staging_bytes(order, max_rows)
-    streamer, total = None, 0
-    if buffer_bytes:
-        total = buffer_bytes * num_buffers(prefetch, offload.is_async)
-        accelerator.ledger.reserve("staging", "streamed weights", total)
-        streamer = Streamer(accelerator, buffer_bytes, prefetch, offload.is_async)
+    size = ring_bytes(order, ring_groups(offload), max_rows)
+    streamer = None
+    if size:
+        accelerator.ledger.reserve("staging", "streamed weights", size)
+        streamer = Streamer(accelerator, size, offload.is_async)
     placed.set_order(order, streamer)
-    return total
+    return size
 
 
 @dataclass(slots=True)
@@ -75,7 +84,8 @@ def plan_places(
     host, total = hands.host.ledger.name, sum(sizes.values())
     if hands.accelerator is None:
         return Places({}, {host: total}, 0, [])
-    places, on_host, largest = {}, 0, 0
+    places, on_host = {}, 0
+    groups: dict[str, int] = {}
     offload = config.offload
     for path, parameter in model.named_parameters():
         if not isinstance(parameter, Matrix | Experts):
@@ -85,9 +95,10 @@ def plan_places(
             place = _place(offload.mode, rows, isinstance(parameter, Experts | Table))
             places[path] = place
             on_host += sizes[path] - sizes[path] * place.resident_rows // rows
-            largest = max(largest, sizes[path])
-    prefetch = 1 if offload.prefetch_step is None else offload.prefetch_step
-    staging = largest * num_buffers(prefetch, offload.is_async) if offload.mode != "compute" else 0
+            groups[group_of(path)] = groups.get(group_of(path), 0) + sizes[path]
+    staging = ring_groups(offload) * max(groups.values(), default=0)
+    if offload.mode == "compute":
+        staging = 0
     device = hands.accelerator.ledger.name
     return Places(places, {host: on_host, device: total - on_host}, staging, [])
 

@@ -90,7 +90,8 @@ class PlacedWeight:
     def staged(self, count: int) -> StagedRows:
         """The first ``count`` of the host's rows, as they are copied."""
         if count not in self._staged:
-            self._staged[count] = StagedRows(self.host, self.host_ranges(0, count))
+            ranges = self.host_ranges(0, count)
+            self._staged[count] = StagedRows(self.host, ranges, staged_bytes(self.host, ranges))
         return self._staged[count]
 
     def host_ranges(self, start: int, end: int) -> Ranges:
@@ -127,6 +128,37 @@ class Place(Protocol):
     def streamed_rows(self) -> Callable[[int], int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A weight in the order of execution. ``group``: the layer that it belongs to; ``is_head``: it
+    has a row only for tokens whose logits are wanted."""
+
+    weight: PlacedWeight
+    group: str
+    is_head: bool
+
+
+def ring_bytes(order: Sequence[Ordered], num_groups: int, max_rows: int) -> int:
+    """Bytes of the ring for ``num_groups`` layers (at least the largest weight), for steps of up to
+    ``max_rows`` tokens; 0 where nothing is streamed."""
+    groups: dict[str, int] = {}
+    for item in order:
+        weight = item.weight
+        count = max(weight.streamed_rows(rows) for rows in _row_counts(max_rows))
+        if count:
+            size = weight.staged(count).num_bytes
+            groups[item.group] = groups.get(item.group, 0) + size
+    return num_groups * max(groups.values(), default=0)
+
+
+def _row_counts(max_rows: int) -> list[int]:
+    """Numbers of rows at which a table by tokens may change: powers of two, and the largest."""
+    counts = [1]
+    while counts[-1] * 2 < max_rows:
+        counts.append(counts[-1] * 2)
+    return [*counts, max_rows]
+
+
 class PlacedKernels:
     """The kernel table of a lane whose accelerator works together with the host.
 
@@ -145,8 +177,8 @@ class PlacedKernels:
         self.row_pad = device.kernels.row_pad
         self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
         self._streamer: Streamer | None = None
-        #: Weights with rows on the host, in the order of execution, and whether it is a head.
-        self._order: list[tuple[PlacedWeight, bool]] = []
+        #: Weights with rows on the host, in the order of execution.
+        self._order: list[Ordered] = []
         #: Host tensors that do not change, on the device, and the other way round; by address.
         self._copies: dict[tuple[int, int, int, bool], Tensor] = {}
         #: Bytes of activations that crossed the link; rows of weights by where they were
@@ -220,20 +252,8 @@ class PlacedKernels:
             end += piece.numel()
         return stored
 
-    def staging_bytes(self, order: Sequence[tuple[PlacedWeight, bool]], max_rows: int) -> int:
-        """Bytes of one staging buffer, for steps of up to ``max_rows`` tokens."""
-        counts = [
-            (weight, max(weight.streamed_rows(rows) for rows in _row_counts(max_rows)))
-            for weight, _ in order
-        ]
-        sizes = [staged_bytes(w.host, w.host_ranges(0, count)) for w, count in counts if count]
-        return max(sizes, default=0)
-
-    def set_order(
-        self, order: Sequence[tuple[PlacedWeight, bool]], streamer: Streamer | None
-    ) -> None:
-        """Weights with rows on the host, in the order of execution, and whether each is a head,
-        which has a row only for tokens whose logits are wanted."""
+    def set_order(self, order: Sequence[Ordered], streamer: Streamer | None) -> None:
+        """Weights with rows on the host, in the order of execution."""
         self._order = list(order)
         self._streamer = streamer
 
@@ -242,11 +262,11 @@ class PlacedKernels:
         if self._streamer is None:
             return
         order = []
-        for weight, is_head in self._order:
-            rows = num_logits if is_head else num_tokens
-            count = weight.streamed_rows(rows) if rows else 0
+        for item in self._order:
+            rows = num_logits if item.is_head else num_tokens
+            count = item.weight.streamed_rows(rows) if rows else 0
             if count:
-                order.append(weight.staged(count))
+                order.append(item.weight.staged(count))
         self._streamer.begin_step(order)
 
     def close(self) -> None:
@@ -507,11 +527,3 @@ class PlacedKernels:
             normalise=normalise,
             softmax_first=softmax_first,
         )
-
-
-def _row_counts(max_rows: int) -> list[int]:
-    """Numbers of rows at which a table by tokens may change: powers of two, and the largest."""
-    counts = [1]
-    while counts[-1] * 2 < max_rows:
-        counts.append(counts[-1] * 2)
-    return [*counts, max_rows]

@@ -33,10 +33,12 @@ class StagedRows:
 
     weight: Weight
     ranges: Ranges
+    #: Of the ring.
+    num_bytes: int
 
 
-def staged_bytes(weight: Weight, ranges: Ranges | None = None) -> int:
-    """Bytes of a staging buffer that ``weight`` takes (or those rows of it)."""
+def staged_bytes(weight: Weight, ranges: Ranges) -> int:
+    """Bytes of the ring that rows of ``weight`` take."""
     total = 0
 
     def measure(pieces: list[Tensor]) -> Tensor:
@@ -45,50 +47,52 @@ def staged_bytes(weight: Weight, ranges: Ranges | None = None) -> int:
         total += -(-size // _ALIGNMENT) * _ALIGNMENT
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
-    weight.gather(ranges or ((0, weight.shape[0]),), measure)
+    weight.gather(ranges, measure)
     return total
 
 
-@dataclass(slots=True)
-class _Buffer:
-    memory: Tensor
-    #: When the kernel that used the last weight in it is done.
-    is_free: Event | None = None
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Staged:
+    """Rows in the ring, from ``start`` to ``end`` of its bytes."""
+
+    rows: StagedRows
     weight: Weight
-    buffer: _Buffer
+    start: int
+    end: int
     is_there: Event
     num_bytes: int
+    #: When the kernels that use it are done; None: they have not been launched.
+    is_free: Event | None = None
+    is_dropped: bool = False
 
 
 class Streamer:
-    """``prefetch_step``: how many weights are on their way beside the one in use; with
-    ``is_async`` off a weight is copied when it is needed, and nothing is computed meanwhile."""
+    """A ring of ``ring_bytes``, as far ahead as it reaches; with ``is_async`` off a weight is
+    copied when it is needed, and nothing is computed meanwhile."""
 
-    def __init__(
-        self, device: Accelerator, buffer_bytes: int, prefetch_step: int = 1, is_async: bool = True
-    ) -> None:
-        assert prefetch_step >= 0, "a prefetch is not negative"
+    def __init__(self, device: Accelerator, ring_bytes: int, is_async: bool = True) -> None:
         self._device = device
         self._is_async = is_async
-        self._prefetch = prefetch_step if is_async else 0
-        self._free = deque(
-            _Buffer(device.empty((buffer_bytes,), torch.uint8, "staging"))
-            for _ in range(num_buffers(prefetch_step, is_async))
-        )
+        self._ring = device.empty((ring_bytes,), torch.uint8, "staging")
+        self._size = ring_bytes
+        self._end = 0
+        #: What lies in the ring, the oldest first.
+        self._held: deque[_Staged] = deque()
         #: What a step uses, in order, and the place of each in it.
         self._order: list[StagedRows] = []
         self._places: dict[StagedRows, int] = {}
-        self._staged: dict[StagedRows, _Staged] = {}
+        #: What is there, or on its way, and not used yet.
+        self._ahead: dict[StagedRows, _Staged] = {}
         #: Bytes copied over the link; those of copies that nobody used; copies; those of them that
         #: had begun before they were needed.
         self.num_bytes = 0
         self.num_wasted_bytes = 0
         self.num_copies = 0
         self.num_prefetched = 0
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._size
 
     def begin_step(self, order: Sequence[StagedRows]) -> None:
         """What this step will use, in order. The next step is expected to begin as this one."""
@@ -100,43 +104,78 @@ class Streamer:
     @contextlib.contextmanager
     def use(self, rows: StagedRows) -> Iterator[Weight]:
         """The rows on the device, for kernels that are launched within."""
-        staged = self._staged.pop(rows, None)
+        staged = self._ahead.pop(rows, None)
         if staged is not None:
             self.num_prefetched += 1
         else:
-            # What was fetched for another order of events is in the way.
-            for other in self._staged.values():
-                self.num_wasted_bytes += other.num_bytes
-                self._free.append(other.buffer)
-            self._staged.clear()
             staged = self._fetch(rows)
+            if staged is None:
+                # What was fetched for another order of events is in the way.
+                self._drop_ahead()
+                staged = self._fetch(rows)
+            assert staged is not None, "the ring is smaller than a weight"
         self._device.compute.wait(staged.is_there)
-        for upcoming in self._upcoming(rows):
-            if upcoming not in self._staged:
-                self._staged[upcoming] = self._fetch(upcoming)
         try:
             yield staged.weight
         finally:
-            staged.buffer.is_free = self._device.compute.record()
-            self._free.append(staged.buffer)
+            staged.is_free = self._device.compute.record()
+        if self._is_async:
+            self._fetch_ahead(rows)
 
-    def _upcoming(self, rows: StagedRows) -> list[StagedRows]:
+    def _fetch_ahead(self, rows: StagedRows) -> None:
         place = self._places.get(rows)
         if place is None:
-            return []
+            return
         size = len(self._order)
-        steps = range(1, min(self._prefetch, size - 1) + 1)
-        return [self._order[(place + step) % size] for step in steps]
+        for step in range(1, size):
+            upcoming = self._order[(place + step) % size]
+            if upcoming in self._ahead:
+                continue
+            staged = self._fetch(upcoming)
+            if staged is None:
+                return
+            self._ahead[upcoming] = staged
 
-    def _fetch(self, rows: StagedRows) -> _Staged:
-        """Launch the copies of ``rows`` into the buffer that is free the longest."""
-        buffer = self._free.popleft()
+    def _drop_ahead(self) -> None:
+        for staged in self._ahead.values():
+            self.num_wasted_bytes += staged.num_bytes
+            staged.is_dropped = True
+        self._ahead.clear()
+
+    def _room(self, num_bytes: int) -> tuple[int, list[Event]] | None:
+        """Where ``num_bytes`` fit behind what came last, and the events to wait for first; None
+        where something that has not been used yet is in the way."""
+        start = self._end if self._end + num_bytes <= self._size else 0
+        end = start + num_bytes
+        if end > self._size:
+            return None
+        events = []
+        # The oldest come first, so what is skipped at the ring's end goes with what is overwritten.
+        while self._held:
+            oldest = self._held[0]
+            overlaps = oldest.start < end and start < oldest.end
+            is_skipped = start == 0 and self._end > 0 and oldest.start >= self._end
+            if not overlaps and not is_skipped:
+                break
+            if oldest.is_free is None and not oldest.is_dropped:
+                return None
+            if oldest.is_free is not None:
+                events.append(oldest.is_free)
+            self._held.popleft()
+        return start, events
+
+    def _fetch(self, rows: StagedRows) -> _Staged | None:
+        """Launch the copies of ``rows``; None where there is no room yet."""
+        room = self._room(rows.num_bytes)
+        if room is None:
+            return None
+        start, events = room
         stream = self._device.copy_in
-        if buffer.is_free is not None:
-            stream.wait(buffer.is_free)
+        for event in events:
+            stream.wait(event)
         if not self._is_async:
             stream.wait(self._device.compute.record())
-        end = 0
+        end = start
         num_bytes = 0
 
         def store(pieces: list[Tensor]) -> Tensor:
@@ -144,10 +183,10 @@ class Streamer:
             first = end
             for piece in pieces:
                 size = piece.numel()
-                self._device.copy(buffer.memory[end : end + size], piece, "weights")
+                self._device.copy(self._ring[end : end + size], piece, "weights")
                 end += size
                 num_bytes += size
-            stored = buffer.memory[first:end]
+            stored = self._ring[first:end]
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
             return stored
 
@@ -157,9 +196,7 @@ class Streamer:
             is_there.wait()
         self.num_bytes += num_bytes
         self.num_copies += 1
-        return _Staged(weight, buffer, is_there, num_bytes)
-
-
-def num_buffers(prefetch_step: int, is_async: bool) -> int:
-    """Staging buffers of a ring."""
-    return (prefetch_step if is_async else 0) + 1
+        self._end = start + rows.num_bytes
+        staged = _Staged(rows, weight, start, self._end, is_there, num_bytes)
+        self._held.append(staged)
+        return staged
