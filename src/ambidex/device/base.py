@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -27,6 +28,18 @@ class Event(Protocol):
         """Block; when it was reached, in seconds of the device's clock."""
 
 
+class Graph(Protocol):
+    """Launched work, captured once and replayed."""
+
+    num_replays: int
+
+    def capture(self) -> AbstractContextManager[None]:
+        """What is launched within belongs to the graph, and is not run."""
+
+    def replay(self) -> None:
+        """Launch everything again, over the same memory, after everything launched before."""
+
+
 class Stream(Protocol):
     """Work of one stream runs in the order of launching; streams wait for events alone."""
 
@@ -34,7 +47,7 @@ class Stream(Protocol):
         self,
         name: str,
         work: Callable[[], None],
-        seconds: float,
+        seconds: float | Callable[[], float],
         num_bytes: int = 0,
         reads: Sequence[tuple[int, int]] = (),
         writes: Sequence[tuple[int, int]] = (),
@@ -127,6 +140,9 @@ class Accelerator(Device, Protocol):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in this device's memory."""
+
+    def graph(self) -> Graph:
+        """An empty graph; while it captures, memory is taken from the account ``graphs``."""
 
     def copy(
         self, destination: Tensor, source: Tensor, name: str = "copy", *, is_small: bool = False

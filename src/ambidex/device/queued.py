@@ -101,6 +101,9 @@ class QueuedKernels:
     def begin_step(self, num_tokens: int, num_logits: int) -> None:
         """Nothing has to be fetched ahead."""
 
+    def end_step(self) -> None:
+        """Nothing goes on after it."""
+
     # ---------------------------------------------------------------- weights, made on the host
 
     def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
@@ -140,9 +143,11 @@ class QueuedKernels:
         flops: float = 0.0,
         writes: Sequence[Tensor] = (),
         read_bytes: float | None = None,
+        cost: Callable[[], tuple[float, float]] | None = None,
     ) -> list[Tensor]:
         """Queue ``call``; its results are copied to tensors of the given shapes. ``writes``: what
-        it changes; ``read_bytes``: what it reads where that is not all of its operands."""
+        it changes; ``read_bytes``: what it reads where that is not all of its operands; ``cost``:
+        operations and bytes read, where the step's lengths decide them."""
         read = memory_of(list(operands))
         for tensor in (*read, *writes):
             if not self._memory.owns(tensor):
@@ -151,7 +156,13 @@ class QueuedKernels:
                     f"{list(tensor.shape)} that lies in another memory."
                 )
         made = [self._memory.empty(*output) for output in outputs]
-        moved = (num_bytes(read) if read_bytes is None else read_bytes) + num_bytes(made)
+        written = num_bytes(made)
+        moved = (num_bytes(read) if read_bytes is None else read_bytes) + written
+
+        def seconds() -> float:
+            assert cost is not None
+            flops, read_bytes = cost()
+            return self._rate.seconds(flops, read_bytes + written)
 
         def work() -> None:
             results = call()
@@ -165,7 +176,7 @@ class QueuedKernels:
         self.stream.launch(
             name,
             work,
-            self._rate.seconds(flops, moved),
+            self._rate.seconds(flops, moved) if cost is None else seconds,
             reads=addresses(read),
             writes=addresses([*made, *writes]),
         )
@@ -320,9 +331,11 @@ class QueuedKernels:
             (query,),
             lambda: self.inner.attention(query, cache, metadata, scale, softcap),
             [((num_rows, heads * head_dim), torch.float32)],
-            4.0 * heads * head_dim * _scores(metadata),
             writes=cache,
-            read_bytes=num_bytes([query]) + kv_bytes(cache, metadata),
+            cost=lambda: (
+                4.0 * heads * head_dim * _scores(metadata),
+                num_bytes([query]) + kv_bytes(cache, metadata),
+            ),
         )[0]
 
     def route_experts(

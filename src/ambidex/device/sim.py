@@ -20,8 +20,8 @@ from torch import Tensor
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.queued import QueuedKernels, addresses, num_bytes
 from ambidex.device.region import Region
-from ambidex.device.stream import Clock, Event, Stream
-from ambidex.errors import DeviceError, OptionError
+from ambidex.device.stream import Clock, Event, Graph, Stream
+from ambidex.errors import DeviceError, OptionError, OutOfMemory
 from ambidex.memory.cost_model import ComputeRate, LinkRate
 from ambidex.memory.ledger import Ledger
 from ambidex.option_types import to_size
@@ -184,10 +184,22 @@ class SimDevice:
     def owns(self, tensor: Tensor) -> bool:
         return self._region.owns(tensor)
 
+    def graph(self) -> Graph:
+        return Graph(self.clock)
+
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
     ) -> Tensor:
-        return self._region.empty(shape, dtype, account)
+        if self.clock.graph is not None and account == "activations":
+            account = "graphs"
+        try:
+            return self._region.empty(shape, dtype, account)
+        except OutOfMemory:
+            # What was launched ahead holds memory until it has run.
+            if account != "activations":
+                raise
+            self.synchronize()
+            return self._region.empty(shape, dtype, account)
 
     def zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"

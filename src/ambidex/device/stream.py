@@ -10,12 +10,13 @@ the thread sleeps until the modelled end; work whose arithmetic took longer is c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _SLEEP_RESOLUTION_S = 200e-6
 
 Range = tuple[int, int]
+#: What work takes, or how to find out when it runs.
+Seconds = float | Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Clock:
         self.num_launches = 0
         self.timeline: deque[Span] = deque(maxlen=100_000)
         self.hazards = Hazards()
+        #: What is launched while it is set is captured, not run.
+        self.graph: Graph | None = None
 
     def now_s(self) -> float:
         """Seconds since the start of the real clock."""
@@ -105,10 +110,10 @@ class Event:
 class _Launch:
     name: str
     work: Callable[[], None]
-    seconds: float
+    seconds: Seconds
     num_bytes: int
     submitted_s: float
-    access: Access | None
+    access: Access
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +205,7 @@ class Stream:
         self,
         name: str,
         work: Callable[[], None],
-        seconds: float,
+        seconds: Seconds,
         num_bytes: int = 0,
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
@@ -208,9 +213,7 @@ class Stream:
         """Queue ``work``, which takes ``seconds`` on the clock; ``num_bytes``: what it moves over a
         link. ``reads`` and ``writes``: addresses that it touches."""
         access = Access(self.name, reads, writes)
-        self.clock.hazards.submit(access)
-        self.clock.num_launches += 1
-        self._put(_Launch(name, work, seconds, num_bytes, self.clock.submitted_s(), access))
+        self._put(_Launch(name, work, seconds, num_bytes, 0.0, access))
 
     def wait(self, event: AnyEvent) -> None:
         """Work launched from now on begins after ``event``."""
@@ -241,6 +244,13 @@ class Stream:
             self._thread = None
 
     def _put(self, item: _Launch | _Wait | _Record) -> None:
+        if self.clock.graph is not None:
+            self.clock.graph.items.append((self, item))
+            return
+        if isinstance(item, _Launch):
+            item.submitted_s = self.clock.submitted_s()
+            self.clock.hazards.submit(item.access)
+            self.clock.num_launches += 1
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"stream-{self.name}", daemon=True
@@ -274,7 +284,6 @@ class Stream:
             self._error = self._error or error
 
     def _execute(self, item: _Launch) -> None:
-        assert item.access is not None
         start_s = max(self._now_s, item.submitted_s)
         if not self.clock.is_virtual:
             start_s = max(start_s, self.clock.now_s() - _SLEEP_RESOLUTION_S)
@@ -287,9 +296,10 @@ class Stream:
             self._error = error
         finally:
             self.clock.hazards.done(item.access)
-        self._now_s = start_s + item.seconds
+        seconds = item.seconds if isinstance(item.seconds, float) else item.seconds()
+        self._now_s = start_s + seconds
         self._pace(item)
-        self.busy_s += item.seconds
+        self.busy_s += seconds
         self.num_bytes += item.num_bytes
         self.clock.timeline.append(Span(self.name, item.name, start_s, self._now_s, item.num_bytes))
 
@@ -304,3 +314,46 @@ class Stream:
             if item is not None:
                 self.clock.num_late += 1
             self._now_s = self.clock.now_s()
+
+
+class Graph:
+    """Launches of several streams, captured once and launched again by :meth:`replay`, over the
+    same memory.
+
+    What was launched before it is over when a replay begins, on all of its streams.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.items: list[tuple[Stream, _Launch | _Wait | _Record]] = []
+        self.num_replays = 0
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is launched within belongs to the graph, and is not run."""
+        assert self._clock.graph is None, "another graph is being captured"
+        self._clock.graph = self
+        try:
+            yield
+        finally:
+            self._clock.graph = None
+
+    def replay(self) -> None:
+        """Launch everything again."""
+        streams = {id(stream): stream for stream, _ in self.items}
+        before = [stream.record() for stream in streams.values()]
+        for stream in streams.values():
+            for event in before:
+                stream.wait(event)
+        events: dict[int, Event] = {}
+        for stream, item in self.items:
+            if isinstance(item, _Record):
+                events[id(item.event)] = stream.record()
+            elif isinstance(item, _Launch):
+                access = item.access
+                stream.launch(
+                    item.name, item.work, item.seconds, item.num_bytes, access.reads, access.writes
+                )
+            elif id(item.event) in events:
+                stream.wait(events[id(item.event)])
+        self.num_replays += 1

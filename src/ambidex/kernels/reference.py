@@ -198,6 +198,10 @@ def begin_step(num_tokens: int, num_logits: int) -> None:
     """Nothing has to be fetched ahead."""
 
 
+def end_step() -> None:
+    """Nothing goes on after it."""
+
+
 def take_logit_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Those ``rows`` of ``x`` [n, width], from which logits are computed."""
     return x[list(rows)]

@@ -56,6 +56,9 @@ class Kernels(Protocol):
     def begin_step(self, num_tokens: int, num_logits: int) -> None:
         """Tell how many rows the products of the step have that is launched next."""
 
+    def end_step(self) -> None:
+        """Tell that all of the step has been launched."""
+
     def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
         """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit.
         ``precise``: with low bits, activations are rounded less."""

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -34,6 +34,7 @@ from ambidex.layers.rope import rope_bytes
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.low_bit import low_bit_source
 from ambidex.runner.model_runner import ModelRunner
@@ -194,8 +195,17 @@ def load_lane(
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
         kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
-    replayer = None
-    if device.kernels.can_record and not config.enforce_eager:
+    replayer: Replayer | GraphReplayer | None = None
+    if hands.accelerator is not None:
+        # Without copies ahead the host waits within a step, and what waits cannot be captured.
+        if not config.enforce_eager and config.offload.is_async:
+            rows = graph_rows(config.scheduler.max_num_seqs)
+            captured_bytes = graph_bytes(model_values, groups, rows)
+            device.ledger.reserve("graphs", "captured steps", captured_bytes)
+            placed = hands.placed
+            assert placed is not None
+            replayer = GraphReplayer(hands.accelerator, placed, model, kv_cache, rows)
+    elif device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
             cast("NativeKernels", device.kernels),
             model,
@@ -288,6 +298,22 @@ def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Sequence[int]) -> int:
+    """An upper estimate of the results of captured steps with those numbers of rows, in bytes.
+    Each result has memory of its own, on the device and, where it crosses, on the host."""
+    hidden = int(model_values.require("hidden_size"))
+    inner = int(model_values.get("intermediate_size", 4 * hidden))
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    layers = sum(len(group.layers) for group in groups)
+    heads = int(model_values.require("num_attention_heads"))
+    query = heads * groups[0].head_dim
+    experts = int(model_values.get("num_experts", model_values.get("num_local_experts", 0)) or 0)
+    row = layers * (12 * hidden + 6 * query + 8 * kv_width + 4 * inner + 4 * experts)
+    row += 3 * int(model_values.require("vocab_size"))
+    # Each result is rounded up to a piece of memory.
+    return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
 
 
 def activation_bytes(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ambidex.kv.cache import KVCache
     from ambidex.layers.sampler import BestTokens
     from ambidex.models.registry import CausalLM
+    from ambidex.runner.graphs import GraphReplayer
     from ambidex.runner.replay import Replayer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ModelRunner:
         device: Device,
         model: CausalLM,
         kv_cache: KVCache,
-        replayer: Replayer | None = None,
+        replayer: Replayer | GraphReplayer | None = None,
         kernels: Kernels | None = None,
     ) -> None:
         """``kernels``: what the model was built with, where that is not the device's table."""
@@ -131,14 +132,16 @@ class ModelRunner:
         best: tuple[Tensor, Tensor] | None = None
         if self.replayer is not None and self.replayer.fits(batch, len(rows)):
             hidden, logits, best = self.replayer.replay(batch, rows)
+            logits = kernels.fetch(logits)
         else:
             kernels.begin_step(batch.num_tokens, len(rows))
             batch.positions = kernels.put(batch.positions)
             hidden = self.model(batch)
             if rows:
-                logits = kernels.fetch(self.model.head(kernels.take_logit_rows(hidden, rows)))
-            else:
-                self.device.synchronize()
+                logits = self.model.head(kernels.take_logit_rows(hidden, rows))
+            kernels.end_step()
+            # What has failed shows here, too.
+            logits = kernels.fetch(hidden[:0] if logits is None else logits)
         result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:

@@ -32,8 +32,8 @@ class Replayed(NamedTuple):
     hidden: Tensor
     #: [num_logit_rows, vocab]
     logits: Tensor
-    #: [num_logit_rows] each: the best tokens, and whether a row is finite.
-    best: tuple[Tensor, Tensor]
+    #: [num_logit_rows] each: the best tokens, and whether a row is finite; None: not looked for.
+    best: tuple[Tensor, Tensor] | None
 
 
 class Replayer:

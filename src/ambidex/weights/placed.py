@@ -269,6 +269,32 @@ class PlacedKernels:
                 order.append(item.weight.staged(count))
         self._streamer.begin_step(order)
 
+    def counts(self) -> dict[str, int]:
+        """What has been launched so far, by name."""
+        counts = {f"rows_{place}": count for place, count in self.num_rows.items()}
+        counts["activation_bytes"] = self.num_activation_bytes
+        if self._streamer is not None:
+            counts |= self._streamer.counts()
+        return counts
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        for place in self.num_rows:
+            self.num_rows[place] += counts[f"rows_{place}"]
+        self.num_activation_bytes += counts["activation_bytes"]
+        if self._streamer is not None:
+            self._streamer.add_counts(counts)
+
+    def after_replay(self, counts: Mapping[str, int]) -> None:
+        """A captured step has been launched, which counts ``counts``."""
+        self.add_counts(counts)
+        if self._streamer is not None:
+            self._streamer.after_replay()
+
+    def end_step(self) -> None:
+        """Tell that all of the step has been launched."""
+        if self._streamer is not None:
+            self._streamer.end_step()
+
     def close(self) -> None:
         """End the host's stream, and let go of what lies on the device."""
         self._host.stream.close()

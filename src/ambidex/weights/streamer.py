@@ -9,8 +9,7 @@ there.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,8 +75,8 @@ class Streamer:
         self._ring = device.empty((ring_bytes,), torch.uint8, "staging")
         self._size = ring_bytes
         self._end = 0
-        #: What lies in the ring, the oldest first.
-        self._held: deque[_Staged] = deque()
+        #: What lies in the ring.
+        self._held: list[_Staged] = []
         #: What a step uses, in order, and the place of each in it.
         self._order: list[StagedRows] = []
         self._places: dict[StagedRows, int] = {}
@@ -95,11 +94,55 @@ class Streamer:
         return self._size
 
     def begin_step(self, order: Sequence[StagedRows]) -> None:
-        """What this step will use, in order. The next step is expected to begin as this one."""
+        """What this step will use, in order. The next step is expected to begin as this one.
+
+        Whatever happened before, the step begins with its first weights at the ring's beginning,
+        so that its copies have the same places every time (a captured step needs that).
+        """
         if order != self._order:
             self._order = list(order)
             self._places = {rows: place for place, rows in enumerate(order)}
             assert len(self._places) == len(order), "a weight is used once a step"
+        if self._is_async and list(self._ahead) != self._first_in_ring():
+            self._drop_ahead()
+            self._end = self._size
+            self._fetch_ahead(-1)
+
+    def end_step(self) -> None:
+        """All of the step has been launched: go on with what the next one begins with."""
+        if self._is_async and self._order:
+            self._fetch_ahead(len(self._order) - 1)
+
+    def after_replay(self) -> None:
+        """A captured step has been launched: events of its capture are of no use."""
+        is_there, is_free = self._device.copy_in.record(), self._device.compute.record()
+        for staged in self._held:
+            staged.is_there = is_there
+            if staged.is_free is not None:
+                staged.is_free = is_free
+
+    def counts(self) -> dict[str, int]:
+        """Bytes and copies so far, by name."""
+        return {
+            "streamed_bytes": self.num_bytes,
+            "copies": self.num_copies,
+            "prefetched": self.num_prefetched,
+        }
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        self.num_bytes += counts["streamed_bytes"]
+        self.num_copies += counts["copies"]
+        self.num_prefetched += counts["prefetched"]
+
+    def _first_in_ring(self) -> list[StagedRows]:
+        """The first weights of a step that the ring has room for together."""
+        end, first = 0, []
+        for rows in self._order:
+            end += rows.num_bytes
+            if end > self._size:
+                break
+            first.append(rows)
+        return first
 
     @contextlib.contextmanager
     def use(self, rows: StagedRows) -> Iterator[Weight]:
@@ -119,15 +162,13 @@ class Streamer:
             yield staged.weight
         finally:
             staged.is_free = self._device.compute.record()
-        if self._is_async:
-            self._fetch_ahead(rows)
+        if self._is_async and rows in self._places:
+            self._fetch_ahead(self._places[rows])
 
-    def _fetch_ahead(self, rows: StagedRows) -> None:
-        place = self._places.get(rows)
-        if place is None:
-            return
+    def _fetch_ahead(self, place: int) -> None:
+        """Fetch what comes after the step's weight at ``place``, as far as there is room."""
         size = len(self._order)
-        for step in range(1, size):
+        for step in range(1, size + 1):
             upcoming = self._order[(place + step) % size]
             if upcoming in self._ahead:
                 continue
@@ -142,31 +183,24 @@ class Streamer:
             staged.is_dropped = True
         self._ahead.clear()
 
-    def _room(self, num_bytes: int) -> tuple[int, list[Event]] | None:
-        """Where ``num_bytes`` fit behind what came last, and the events to wait for first; None
-        where something that has not been used yet is in the way."""
-        start = self._end if self._end + num_bytes <= self._size else 0
+    def _room(self, num_bytes: int, is_first: bool) -> tuple[int, list[Event]] | None:
+        """Where ``num_bytes`` fit behind what came last, or at the ring's beginning where they are
+        a step's first, and the events to wait for before; None where something that has not been
+        used yet is in the way."""
+        start = self._end if self._end + num_bytes <= self._size and not is_first else 0
         end = start + num_bytes
         if end > self._size:
             return None
-        events = []
-        # The oldest come first, so what is skipped at the ring's end goes with what is overwritten.
-        while self._held:
-            oldest = self._held[0]
-            overlaps = oldest.start < end and start < oldest.end
-            is_skipped = start == 0 and self._end > 0 and oldest.start >= self._end
-            if not overlaps and not is_skipped:
-                break
-            if oldest.is_free is None and not oldest.is_dropped:
-                return None
-            if oldest.is_free is not None:
-                events.append(oldest.is_free)
-            self._held.popleft()
+        in_the_way = [held for held in self._held if held.start < end and start < held.end]
+        if any(held.is_free is None and not held.is_dropped for held in in_the_way):
+            return None
+        events = [held.is_free for held in in_the_way if held.is_free is not None]
+        self._held = [held for held in self._held if held not in in_the_way]
         return start, events
 
     def _fetch(self, rows: StagedRows) -> _Staged | None:
         """Launch the copies of ``rows``; None where there is no room yet."""
-        room = self._room(rows.num_bytes)
+        room = self._room(rows.num_bytes, bool(self._order) and rows is self._order[0])
         if room is None:
             return None
         start, events = room

@@ -57,6 +57,9 @@ class NativeBase:
     def begin_step(self, num_tokens: int, num_logits: int) -> None:
         """Nothing has to be fetched ahead."""
 
+    def end_step(self) -> None:
+        """Nothing goes on after it."""
+
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""
         return x.shape[0]
