@@ -167,6 +167,8 @@ class EngineConfig:
     enforce_eager: bool = False
     #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
     cpu_bind: str | None = None
+    #: Compute the largest steps before the engine is ready, so that none of them fails later.
+    warm_up_fully: bool = False
     #: Keep on disk what was quantised while loading.
     quantization_cache: bool = False
 

@@ -141,6 +141,9 @@ class Accelerator(Device, Protocol):
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in this device's memory."""
 
+    def limit_link(self, bytes_per_s: float) -> None:
+        """Let ``copy_in`` move no more than that on average."""
+
     def graph(self) -> Graph:
         """An empty graph; while it captures, memory is taken from the account ``graphs``."""
 

@@ -24,6 +24,7 @@ from ambidex.device.stream import Clock, Event, Graph, Stream
 from ambidex.errors import DeviceError, OptionError, OutOfMemory
 from ambidex.memory.cost_model import ComputeRate, LinkRate
 from ambidex.memory.ledger import Ledger
+from ambidex.memory.token_bucket import TokenBucket
 from ambidex.option_types import to_size
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: What memory reads as while a copy to it is under way: NaN in every type of float.
 _POISON = 0xFF
+#: What a limited link may move at once after a pause.
+_BURST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,9 @@ class SimDevice:
 
     def owns(self, tensor: Tensor) -> bool:
         return self._region.owns(tensor)
+
+    def limit_link(self, bytes_per_s: float) -> None:
+        self.copy_in.throttle = TokenBucket(bytes_per_s, _BURST_BYTES)
 
     def graph(self) -> Graph:
         return Graph(self.clock)

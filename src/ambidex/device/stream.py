@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ambidex.errors import DeviceError
+from ambidex.memory.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from ambidex.device.base import Event as AnyEvent
@@ -190,6 +191,8 @@ class Stream:
     name: str
     clock: Clock
     prepare: Callable[[], None] | None = None
+    #: Holds back what moves bytes.
+    throttle: TokenBucket | None = None
     #: Seconds for which the stream had work, and bytes that it moved.
     busy_s: float = 0.0
     num_bytes: int = 0
@@ -297,6 +300,8 @@ class Stream:
         finally:
             self.clock.hazards.done(item.access)
         seconds = item.seconds if isinstance(item.seconds, float) else item.seconds()
+        if self.throttle is not None and item.num_bytes:
+            seconds = self.throttle.seconds(item.num_bytes, start_s, seconds)
         self._now_s = start_s + seconds
         self._pace(item)
         self.busy_s += seconds

@@ -78,6 +78,11 @@ class GraphReplayer:
         self.num_replays = 0
 
     @property
+    def warm_up_rows(self) -> Sequence[int]:
+        """Numbers of rows that have to be captured before a server is ready."""
+        return self._rows
+
+    @property
     def num_graphs(self) -> int:
         return len(self._captured)
 

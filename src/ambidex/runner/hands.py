@@ -109,6 +109,8 @@ def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
                 single.close()
 
         accelerator = make_accelerator(asked, measure, ())
+        if config.offload.link_limit_bytes_per_s is not None:
+            accelerator.limit_link(config.offload.link_limit_bytes_per_s)
     except BaseException:
         host.close()
         raise

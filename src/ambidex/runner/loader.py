@@ -37,7 +37,7 @@ from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.model_runner import ModelRunner, WarmUp
 from ambidex.runner.placing import (
     host_weight_bytes,
     place_parameters,
@@ -214,7 +214,9 @@ def load_lane(
             config.scheduler.max_num_seqs,
         )
     runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
-    runner.warm_up()
+    scheduler = config.scheduler
+    largest = WarmUp(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
+    runner.warm_up(largest if config.warm_up_fully else None)
     _give_freed_memory_back()
     notes = [*hands.notes, *places.notes, *([size.note] if size.note else [])]
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]

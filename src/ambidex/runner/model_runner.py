@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -38,6 +39,15 @@ class RunnerRequest:
     row: SamplerRow
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The largest steps: tokens and requests of one, and tokens of a request."""
+
+    num_tokens: int
+    num_requests: int
+    max_model_len: int
+
+
 class ModelRunner:
     """Computes decisions. Everything here happens in the lane's thread."""
 
@@ -60,19 +70,47 @@ class ModelRunner:
         self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
 
-    def warm_up(self) -> None:
+    def warm_up(self, limits: WarmUp | None = None) -> None:
         """Record the step, then compute a few tokens, so that whatever is made at first use is
-        there."""
+        there; with ``limits`` the largest steps too, so that none of them fails later."""
         if self.replayer is not None and not self.replayer.record():
             self.replayer = None
-        name, num_tokens = "warm-up", 8
-        tables = tuple([0] for _ in self.kv_cache.groups)
-        prompt = NewRequest(SamplingParams(temperature=0.0), [0] * num_tokens, num_tokens)
-        step = ScheduledRequest(name, prompt.token_ids, 0, tables, sample=True, new=prompt)
-        result = self.execute(Decision("warm-up", -1, [step]))
+        self._warm_up_with([8])
+        if limits is None:
+            return
+        prompts: list[int] = []
+        while sum(prompts) < limits.num_tokens and len(prompts) < limits.num_requests:
+            prompts.append(min(limits.max_model_len, limits.num_tokens - sum(prompts)))
+        self._warm_up_with(prompts)
+        for count in self.replayer.warm_up_rows if self.replayer is not None else ():
+            # Once to make, once to capture.
+            for _ in range(2):
+                self._warm_up_with([1] * count)
+        self._warm_up_with([1] * limits.num_requests)
+
+    def _warm_up_with(self, lengths: Sequence[int]) -> None:
+        """A step with a prompt of each length. What it writes to the KV cache nobody reads."""
+        size, step = self.kv_cache.block_size, []
+        params = SamplingParams(temperature=0.0)
+        first = 0
+        for index, length in enumerate(lengths):
+            count = -(-length // size)
+            tables = tuple(
+                [(first + block) % blocks for block in range(count)]
+                for blocks in self.kv_cache.num_blocks
+            )
+            first += count
+            new = NewRequest(params, [0] * length, length)
+            step.append(
+                ScheduledRequest(f"warm-up-{index}", new.token_ids, 0, tables, sample=True, new=new)
+            )
+        result = self.execute(Decision("warm-up", -1, step))
         self._requests.clear()
         if result.errors:
-            raise InvalidModelError(f"The first step failed: {result.errors[name]}")
+            reason = next(iter(result.errors.values()))
+            raise InvalidModelError(
+                f"A step with {sum(lengths)} tokens of {len(lengths)} requests failed: {reason}"
+            )
 
     def execute(self, decision: Decision) -> StepResult:
         """Compute one step: write KV, sample where asked.

@@ -59,6 +59,9 @@ class Replayer:
         self._ropes = [module for module in submodules(model) if isinstance(module, Rope)]
         self._recording: Recording | None = None
 
+    #: Numbers of rows that have to be computed once before a server is ready.
+    warm_up_rows: Sequence[int] = ()
+
     @property
     def num_replays(self) -> int:
         return self._recording.num_replays if self._recording is not None else 0
