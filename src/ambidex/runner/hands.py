@@ -117,6 +117,9 @@ def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
         # A simulated device computes on this machine, too: apart from the host's threads.
         spare = sorted(available_cpus() - set(plan.cpus)) if plan.cpus else []
         accelerator = make_accelerator(asked, measure, spare)
+        ledger = accelerator.ledger
+        share = int(ledger.capacity_bytes * config.device.gpu_memory_utilization)
+        ledger.capacity_bytes = min(share, config.device.gpu_memory_limit_bytes or share)
         if config.offload.link_limit_bytes_per_s is not None:
             accelerator.limit_link(config.offload.link_limit_bytes_per_s)
     except BaseException:

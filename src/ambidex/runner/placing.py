@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import fnmatch
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
+from ambidex.memory.placement import (
+    ModuleSize,
+    Placement,
+    Rates,
+    WeightKind,
+    WeightPlace,
+    describe,
+    plan_placement,
+)
+from ambidex.memory.split import streamed_rows
 from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
@@ -14,6 +26,8 @@ if TYPE_CHECKING:
     from ambidex.config import EngineConfig, OffloadConfig
     from ambidex.models.registry import CausalLM
     from ambidex.runner.hands import Hands
+
+logger = logging.getLogger(__name__)
 
 
 def placed_weights(model: CausalLM) -> list[Ordered]:
@@ -78,39 +92,79 @@ class Places:
 
 
 def plan_places(
-    config: EngineConfig, hands: Hands, model: CausalLM, sizes: dict[str, int], step_bytes: int
+    config: EngineConfig,
+    hands: Hands,
+    model: CausalLM,
+    names: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, int],
+    other_bytes: int,
+    host_other_bytes: int,
 ) -> Places:
-    """Decide where weights go."""
-    host, total = hands.host.ledger.name, sum(sizes.values())
-    if hands.accelerator is None:
-        return Places({}, {host: total}, 0, [])
-    places, on_host = {}, 0
-    groups: dict[str, int] = {}
-    offload = config.offload
-    for path, parameter in model.named_parameters():
-        if not isinstance(parameter, Matrix | Experts):
-            continue
-        if any(fnmatch.fnmatch(path, pattern) for pattern in offload.patterns):
-            rows = parameter.shape[0] // (2 if getattr(parameter, "is_paired", False) else 1)
-            place = _place(offload.mode, rows, isinstance(parameter, Experts | Table))
-            places[path] = place
-            on_host += sizes[path] - sizes[path] * place.resident_rows // rows
-            groups[group_of(path)] = groups.get(group_of(path), 0) + sizes[path]
-    staging = ring_groups(offload) * max(groups.values(), default=0)
-    if offload.mode == "compute":
-        staging = 0
-    device = hands.accelerator.ledger.name
-    return Places(places, {host: on_host, device: total - on_host}, staging, [])
+    """Decide where weights go. ``names``: of the checkpoint, by path; ``sizes``: bytes by path;
+    ``other_bytes``: what the lane's own memory needs beside weights and staging, and
+    ``host_other_bytes`` the host's. Raises OutOfMemory and OptionError."""
+    host, total = hands.host.ledger, sum(sizes.values())
+    accelerator = hands.accelerator
+    if accelerator is None:
+        return Places({}, {host.name: total}, 0, [])
+    rate, host_rate = accelerator.rate, accelerator.host_rate(hands.host.num_threads)
+    rates = Rates(
+        link_bytes_per_s=accelerator.link.bytes_per_s,
+        host_bytes_per_s=host_rate.bytes_per_s,
+        host_flops=host_rate.flops,
+        device_bytes_per_s=rate.bytes_per_s,
+        device_flops=rate.flops,
+    )
+    parameters = dict(model.named_parameters())
+    modules = [
+        ModuleSize(path, sizes[path], _num_rows(parameter), _kind(parameter), tuple(names[path]))
+        for path, parameter in parameters.items()
+    ]
+    plan = plan_placement(
+        modules,
+        max(accelerator.ledger.free_bytes - other_bytes, 0),
+        max(host.free_bytes - host_other_bytes, 0),
+        config.offload,
+        rates,
+    )
+    places = {
+        path: _place(place, parameters[path], sizes[path], rates)
+        for path, place in plan.places.items()
+        if place.placement is not Placement.RESIDENT
+    }
+    num_bytes = {host.name: plan.host_bytes, accelerator.ledger.name: plan.device_bytes}
+    for line in describe(plan):
+        logger.info("%s", line)
+    return Places(places, num_bytes, plan.staging_bytes, [*plan.notes, *plan.warnings])
 
 
-def _place(mode: str, rows: int, is_whole: bool) -> Place:
-    if mode == "stream" and not is_whole:
+def _num_rows(parameter: Parameter) -> int:
+    """Outputs; those of a gate and what it is multiplied with are counted once."""
+    paired = isinstance(parameter, Matrix) and parameter.is_paired
+    return parameter.shape[0] // (2 if paired else 1)
+
+
+def _kind(parameter: Parameter) -> WeightKind:
+    if isinstance(parameter, Experts):
+        return WeightKind.EXPERTS
+    if isinstance(parameter, Table):
+        return WeightKind.TIED if parameter.has_head else WeightKind.TABLE
+    return WeightKind.MATRIX if isinstance(parameter, Matrix) else WeightKind.VECTOR
+
+
+def _place(place: WeightPlace, parameter: Parameter, num_bytes: int, rates: Rates) -> Place:
+    rows = _num_rows(parameter)
+    if place.placement is Placement.STREAM:
         return Place(0, lambda _: rows)
-    if mode == "split" and not is_whole:
-        resident = rows // 3 // 64 * 64
-        half = (rows - resident) // 2 // 64 * 64
-        return Place(resident, lambda _: half)
-    return Place(0, lambda _: 0)
+    if place.placement is Placement.HOST:
+        return Place(0, lambda _: 0)
+    on_host = rows - place.resident_rows
+    row_bytes = num_bytes / rows
+    row_flops = 2.0 * math.prod(parameter.shape) / rows
+    return Place(
+        place.resident_rows,
+        lambda num_tokens: streamed_rows(num_tokens, on_host, row_bytes, row_flops, rates),
+    )
 
 
 def place_parameters(model: CausalLM, places: dict[str, Place]) -> None:
