@@ -34,6 +34,7 @@ from ambidex.layers.rope import rope_bytes
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
+    DEFAULT_KV_SHARE,
     GroupSize,
     least_kv_bytes,
     resolve_max_model_len,
@@ -162,6 +163,7 @@ def load_lane(
     group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
     is_length_given = config.model.max_model_len is not None
     least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    is_host = hands.accelerator is None
     beside = captured_bytes + rope_bytes(model)
     places = plan_places(
         config,
@@ -181,13 +183,13 @@ def load_lane(
         weights.append(staging)
     size = size_kv_cache(
         group_sizes,
-        device.ledger.free_bytes - (beside if hands.accelerator is not None else 0),
+        device.ledger.free_bytes - (0 if is_host else beside),
         step_bytes,
         cache,
         config.scheduler,
         max_model_len,
         is_length_given,
-        **({} if hands.accelerator is None else {"memory": device.name, "share": ASKED_KV_SHARE}),
+        *(("host memory", DEFAULT_KV_SHARE) if is_host else (device.name, ASKED_KV_SHARE)),
     )
     if size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
