@@ -53,6 +53,8 @@ class PlacementPlan:
     mode: str
     #: What ``--cpu-offload-gb`` asked for; None: decided by patterns, or by what fits.
     asked_bytes: int | None
+    #: What ``--offload-layers`` asked for.
+    patterns: tuple[str, ...]
     #: Weights on the device, staging apart.
     device_bytes: int
     #: Weights on the host.
@@ -115,8 +117,12 @@ def describe(plan: PlacementPlan) -> list[str]:
         f"weights: {format_bytes(plan.device_bytes)} on the accelerator, "
         f"{format_bytes(plan.host_bytes)} on the host ({plan.cpu_share:.0%})"
     ]
-    asked = "what does not fit" if plan.asked_bytes is None else format_bytes(plan.asked_bytes)
-    line = f"offload: {asked} asked for, {format_bytes(plan.offloaded_bytes)} placed"
+    asked = [] if plan.asked_bytes is None else [format_bytes(plan.asked_bytes)]
+    asked += [" ".join(plan.patterns)] if plan.patterns else []
+    line = (
+        f"offload: asked for {' of '.join(asked) or 'what does not fit'}, placed "
+        f"{format_bytes(plan.offloaded_bytes)}"
+    )
     if plan.mode != "resident":
         counts = [
             f"{number} {placement.value}"
@@ -186,6 +192,7 @@ class _Planner(Drafts):
             places=draft.places,
             mode=draft.mode,
             asked_bytes=asked,
+            patterns=patterns,
             device_bytes=draft.device_bytes,
             host_bytes=draft.host_bytes,
             streamed_bytes=draft.streamed_bytes,
@@ -316,7 +323,14 @@ class _Planner(Drafts):
         size = free._suggest_least()
         if size is not None:
             return f"{text}Leave it out, or give {size}."
-        return text + self._remedy()
+        least = free.least_of_any()
+        if least is None:
+            return text + self._remedy()
+        return (
+            f"{text}{format_bytes(least.host_bytes)} would have to go there, where "
+            f"{format_bytes(self.host_budget)} are free. Free memory, or choose a smaller model "
+            "or fewer bits (--quantization int8 or int4)."
+        )
 
     def _too_small(self) -> str:
         mode, need = min(
