@@ -23,6 +23,7 @@ BASE = {
     "options_table",
     "options_variables",
     "request",
+    "sysfs",
 }
 DATA_PLANE = {
     "memory",
@@ -57,6 +58,8 @@ WITHOUT_TORCH = [
     "ambidex",
     "ambidex.cli",
     "ambidex.config",
+    "ambidex.device.host_nodes",
+    "ambidex.device.probe",
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",
@@ -67,12 +70,14 @@ WITHOUT_TORCH = [
     "ambidex.kv.block_pool",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
+    "ambidex.memory.nodes",
     "ambidex.memory.sizing",
     "ambidex.metrics",
     "ambidex.options",
     "ambidex.request",
     "ambidex.runner.decision",
     "ambidex.server.app",
+    "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.library import load
-from ambidex.kernels.cpu.numa import PagePlacer
+from ambidex.kernels.cpu.numa import PagePlacer, Placer
 from ambidex.kernels.cpu.weight_memory import WeightMemory
 
 
@@ -30,8 +30,13 @@ class NativeBase:
         self.num_threads = num_threads
         self._weight_memory = WeightMemory()
         #: Puts each part of a weight on the node of the thread that multiplies with it.
-        self._placer = PagePlacer(nodes)
+        self._placer: Placer = PagePlacer(nodes)
         self._context = self._native.Context(level, num_threads, list(cpus))
+
+    def fill_nodes(self, placer: Placer) -> None:
+        """From now on ``placer`` lays packed weights on NUMA nodes, instead of beside the threads
+        that multiply with them."""
+        self._placer = placer
 
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""
