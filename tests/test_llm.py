@@ -21,7 +21,9 @@ from torch import Tensor
 from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
 from ambidex.config import CacheConfig, EngineConfig, ModelConfig
 from ambidex.engine.engine import Engine
+from ambidex.engine.summary import describe
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
+from ambidex.memory.nodes import MemoryNode
 from ambidex.weights.hub import ResolvedModel
 
 #: Texts of the tiny model run on to their limit: the random weights seldom say "end".
@@ -637,6 +639,34 @@ def test_the_default_model(smollm2: Path) -> None:
     gc.collect()
     assert weights > 400 << 20
     assert loaded - process.memory_info().rss > 0.8 * weights
+
+
+def test_several_memories(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose node without CPUs is the faster one, weights go there, once."""
+    expected = [ids_of(output) for output in llm.generate(PROMPTS, GREEDY)]
+    nodes = [MemoryNode(0, (0,), 8 << 30, 4 << 30), MemoryNode(1, (), 2 << 30, 1 << 30)]
+    placed: list[tuple[int, int]] = []
+
+    def bind(address: int, num_bytes: int, node: int) -> int:
+        placed.append((node, num_bytes))
+        return 0
+
+    monkeypatch.setattr("ambidex.device.host_nodes.read_nodes", lambda: nodes)
+    monkeypatch.setattr("ambidex.device.host_nodes.measure_nodes", lambda *_: {0: 1e10, 1: 2e10})
+    monkeypatch.setattr("ambidex.kernels.cpu.numa.system_bind", lambda: bind)
+    with LLM(str(folder), max_num_seqs=8, kv_cache_memory_bytes="16MiB") as other:
+        assert [ids_of(output) for output in other.generate(PROMPTS, GREEDY)] == expected
+        host = other.engine.lane.device.ledger
+        near, far = host.children
+        (weights,) = [row.num_bytes for row in other.info.memory if row.account == "weights"]
+        assert (near.used_bytes, far.used_bytes) == (0, weights)
+        assert {node for node, _ in placed} == {1}
+        assert 0 < sum(size for _, size in placed) <= weights
+        lines = describe(other.info)
+    assert any("node0: CPUs 0, 4.00 GiB of 8.00 GiB free, read at 10.0" in line for line in lines)
+    assert any("node1: no CPUs, " in line and "taken, read at 20.0 GB/s" in line for line in lines)
+    assert (host.used_bytes, far.used_bytes) == (0, 0)
+    assert not any("host memory" in line for line in describe(llm.info))
 
 
 def test_threads_share_the_engine(tiny_model: Any) -> None:

@@ -25,6 +25,7 @@ except Exception as error:  # A broken installation fails in many ways.
 
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
@@ -77,6 +78,8 @@ class LoadedLane:
     #: Sentences that the user should read once.
     notes: list[str]
     load_s: float
+    #: A line for each of the host's memories, where they are several.
+    memory_nodes: list[str]
 
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
@@ -119,7 +122,8 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
+    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
+    host_nodes = HostNodes(device.ledger, plan)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length)
@@ -152,6 +156,8 @@ def load_lane(
     device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
+    if host_nodes.is_filled:
+        device.fill_nodes(host_nodes.plan(planned))
     with _memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
@@ -164,7 +170,7 @@ def load_lane(
         # What is held, to the byte, takes the place of what was foreseen.
         device.ledger.release(weights)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        device.ledger.reserve("weights", "weights", held)
+        host_nodes.reserve("weights", "weights", held)
         kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
     replayer = None
     if device.kernels.can_record and not config.enforce_eager:
@@ -178,7 +184,7 @@ def load_lane(
     runner = ModelRunner(device, model, kv_cache, replayer)
     runner.warm_up()
     _give_freed_memory_back()
-    notes = [*device.notes, *([size.note] if size.note else [])]
+    notes = [*device.notes, *([size.note] if size.note else []), *host_nodes.notes(held)]
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
@@ -200,6 +206,7 @@ def load_lane(
         kv_dtype=kv_dtype,
         notes=notes,
         load_s=time.perf_counter() - began,
+        memory_nodes=host_nodes.describe(),
     )
 
 
