@@ -59,7 +59,7 @@ WITHOUT_TORCH = [
     "ambidex.cli",
     "ambidex.config",
     "ambidex.device.host_nodes",
-    "ambidex.device.probe",
+    "ambidex.device.node_probe",
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",

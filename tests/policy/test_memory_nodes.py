@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ambidex.device.host_nodes import HostNodes
-from ambidex.device.probe import measure_nodes, read_bandwidth
+from ambidex.device.node_probe import measure_nodes, read_bandwidth
 from ambidex.errors import OutOfMemory
 from ambidex.kernels.cpu.topology import ThreadPlan
 from ambidex.memory.host import host_capacity_bytes, host_limits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ambidex.device.probe import measure_nodes
+from ambidex.device.node_probe import measure_nodes
 from ambidex.kernels.cpu.topology import ThreadPlan
 from ambidex.memory.ledger import Ledger, Reservation
 from ambidex.memory.nodes import (

@@ -1,4 +1,4 @@
-"""What the machine does, measured: so far how fast the memory of a NUMA node is read."""
+"""How fast the memory of each NUMA node is read, measured."""
 
 from __future__ import annotations
 
