@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
-from ambidex.config import CacheConfig, EngineConfig, ModelConfig
+from ambidex.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
@@ -641,7 +641,10 @@ def test_the_default_model(smollm2: Path) -> None:
     assert loaded - process.memory_info().rss > 0.8 * weights
 
 
-def test_several_memories(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [None, "stream", "compute", "split"])
+def test_several_memories(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
     """On a machine whose node without CPUs is the faster one, weights go there, once."""
     expected = [ids_of(output) for output in llm.generate(PROMPTS, GREEDY)]
     nodes = [MemoryNode(0, (0,), 8 << 30, 4 << 30), MemoryNode(1, (), 2 << 30, 1 << 30)]
@@ -654,11 +657,19 @@ def test_several_memories(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("ambidex.device.host_nodes.read_nodes", lambda: nodes)
     monkeypatch.setattr("ambidex.device.host_nodes.measure_nodes", lambda *_: {0: 1e10, 1: 2e10})
     monkeypatch.setattr("ambidex.kernels.cpu.numa.system_bind", lambda: bind)
-    with LLM(str(folder), max_num_seqs=8, kv_cache_memory_bytes="16MiB") as other:
+    config = llm.engine.config
+    if mode is not None:
+        config = replace(
+            config,
+            device=DeviceConfig("sim:memory=1GiB,clock=virtual"),
+            offload=OffloadConfig(patterns=("*.mlp.*",), mode=mode),
+        )
+    with LLM(str(folder), config=config) as other:
         assert [ids_of(output) for output in other.generate(PROMPTS, GREEDY)] == expected
-        host = other.engine.lane.device.ledger
+        host = other.engine.lane.hands.host.ledger
         near, far = host.children
-        (weights,) = [row.num_bytes for row in other.info.memory if row.account == "weights"]
+        weights = host.reserved_bytes("weights")
+        assert weights > 0
         assert (near.used_bytes, far.used_bytes) == (0, weights)
         assert {node for node, _ in placed} == {1}
         assert 0 < sum(size for _, size in placed) <= weights

@@ -113,6 +113,35 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """The accelerator, and how much of its memory is ours."""
+
+    #: auto | cpu | sim[:key=value,...] | a third party's name[:...].
+    device: str = "auto"
+    #: Of the accelerator's memory, for this process.
+    gpu_memory_utilization: float = 0.92
+    gpu_memory_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Which weights may leave the accelerator, and what becomes of them."""
+
+    #: None: decided by what fits; 0: forbidden.
+    cpu_offload_bytes: int | None = None
+    patterns: tuple[str, ...] = ()
+    #: auto | stream | compute | split.
+    mode: str = "auto"
+    is_async: bool = True
+    #: None: 1.
+    prefetch_step: int | None = None
+    link_limit_bytes_per_s: float | None = None
+    compress: bool = False
+    #: auto | static | off.
+    moe_expert_cache: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     #: DEBUG | INFO | WARNING | ERROR
     level: str = "INFO"
@@ -129,6 +158,8 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
@@ -136,6 +167,8 @@ class EngineConfig:
     enforce_eager: bool = False
     #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
     cpu_bind: str | None = None
+    #: Compute the largest steps before the engine is ready, so that none of them fails later.
+    warm_up_fully: bool = False
     #: Keep on disk what was quantised while loading.
     quantization_cache: bool = False
 

@@ -96,10 +96,23 @@ class CPUDevice:
         # one: two pools on the same cores would fight.
         torch.set_num_threads(1 if self._is_native else self.num_threads)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
+    ) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def store(self, tensor: Tensor, account: str = "weights") -> Tensor:
+        return tensor
+
+    def write(self, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
+    ) -> Tensor:
         # The system hands out zero pages when they are first used; torch.zeros would write all
         # of them now. In small pages: a layer and head of the KV cache is a region of its own, and
         # the first token would have a large page of each cleared, 0.2 s for a small model. At

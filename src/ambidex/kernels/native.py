@@ -36,6 +36,28 @@ class StackedWeight:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StackedWeight:
+        """The same matrix over what ``move`` gives for each piece of its memory."""
+        return StackedWeight(tuple(part.moved(move) for part in self.parts))
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> StackedWeight:
+        """Those rows, one range behind the other; ``store`` copies pieces of bytes, one behind the
+        other, to where they shall lie."""
+        cut = [part for start, end in ranges for part in self.rows(start, end).parts]
+        return StackedWeight(tuple(part.gather([(0, part.shape[0])], store) for part in cut))
+
+    def rows(self, start: int, end: int) -> StackedWeight:
+        """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""
+        parts, first = [], 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(end - first, part.shape[0])
+            if low < high:
+                parts.append(part.rows(low, high))
+            first += part.shape[0]
+        return StackedWeight(tuple(parts))
+
 
 Weight = FloatWeight | PackedWeight | StackedWeight
 
@@ -126,6 +148,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         if joined is not None:
             return self.pack(joined, precise)
         return StackedWeight(tuple(self.pack(part, precise) for part in parts))
+
+    def stack(self, parts: Sequence[FloatWeight | PackedWeight | StackedWeight]) -> StackedWeight:
+        """Packed matrices, one below the other, as one."""
+        flat: list[FloatWeight | PackedWeight] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, StackedWeight) else [part]
+        return StackedWeight(tuple(flat))
 
     def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
         """Embedding and head read the same layout: a tied table is held once."""

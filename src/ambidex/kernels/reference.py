@@ -184,6 +184,24 @@ def position_rows(table: Tensor, positions: Tensor) -> Tensor:
     return table.index_select(0, positions)
 
 
+def put(x: Tensor) -> Tensor:
+    """``x``, of the host, where these kernels can read it."""
+    return x
+
+
+def fetch(x: Tensor) -> Tensor:
+    """``x`` in the host's memory, once it has been computed."""
+    return x
+
+
+def begin_step(num_tokens: int, num_logits: int) -> None:
+    """Nothing has to be fetched ahead."""
+
+
+def end_step() -> None:
+    """Nothing goes on after it."""
+
+
 def take_logit_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Those ``rows`` of ``x`` [n, width], from which logits are computed."""
     return x[list(rows)]

@@ -40,7 +40,7 @@ class KVCache:
                 group.num_kv_heads, (count + 1) * block_size, group.head_dim, dtype
             )
             for layer in group.layers:
-                self._layers[layer] = tuple(device.zeros(*part) for part in layout)
+                self._layers[layer] = tuple(device.zeros(*part, "kv_cache") for part in layout)
                 self._group_of[layer] = index
 
     def layer(self, layer: int) -> tuple[Tensor, ...]:

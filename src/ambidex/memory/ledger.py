@@ -47,6 +47,7 @@ class Ledger:
         #: With the same bytes' reservation in the parent.
         self._reservations: dict[Reservation, Reservation | None] = {}
         self._used_bytes = 0
+        self._by_account: dict[str, int] = {}
         # A child's is taken before its parent's, never the other way round.
         self._lock = threading.Lock()
 
@@ -68,6 +69,10 @@ class Ledger:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self._used_bytes
 
+    def reserved_bytes(self, account: str) -> int:
+        """What is reserved in one account."""
+        return self._by_account.get(account, 0)
+
     def reserve(self, account: str, name: str, num_bytes: int) -> Reservation:
         """Take ``num_bytes``; raises :class:`OutOfMemory` where they exceed what is free, here or
         in the memory that this is a part of."""
@@ -84,6 +89,7 @@ class Ledger:
             above = self._parent.reserve(account, name, num_bytes) if self._parent else None
             self._reservations[reservation] = above
             self._used_bytes += num_bytes
+            self._by_account[account] = self._by_account.get(account, 0) + num_bytes
         return reservation
 
     def release(self, reservation: Reservation) -> None:
@@ -103,6 +109,7 @@ class Ledger:
     def _give_back(self, reservation: Reservation) -> None:
         above = self._reservations.pop(reservation)
         self._used_bytes -= reservation.num_bytes
+        self._by_account[reservation.account] -= reservation.num_bytes
         if self._parent is not None and above is not None:
             self._parent.release(above)
 

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -31,11 +31,27 @@ from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.rope import rope_bytes
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
+from ambidex.memory.sizing import (
+    ASKED_KV_SHARE,
+    DEFAULT_KV_SHARE,
+    GroupSize,
+    least_kv_bytes,
+    resolve_max_model_len,
+    size_kv_cache,
+)
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.graphs import GraphReplayer, graph_rows
+from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.model_runner import ModelRunner, WarmUp
+from ambidex.runner.placing import (
+    host_weight_bytes,
+    place_parameters,
+    plan_places,
+    start_streaming,
+)
 from ambidex.runner.replay import Replayer
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
@@ -45,7 +61,7 @@ from ambidex.weights.load import load_weights, planned_bytes
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
-    from ambidex.memory.ledger import Reservation
+    from ambidex.memory.ledger import Ledger, Reservation
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -62,6 +78,8 @@ KV_DTYPES = {**DTYPES, "int8": torch.int8}
 class LoadedLane:
     """A model on a device, ready to run, and what was decided on the way."""
 
+    hands: Hands
+    #: The lane's own: the accelerator where there is one.
     device: Device
     runner: ModelRunner
     checkpoint: Checkpoint
@@ -84,8 +102,7 @@ class LoadedLane:
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
-        self.device.close()
-        self.device.ledger.release_all()
+        self.hands.close()
         _give_freed_memory_back()
 
 
@@ -122,15 +139,16 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
-    host_nodes = HostNodes(device.ledger, plan)
+    hands = open_hands(config, plan)
+    device = hands.device
+    host_nodes = HostNodes(hands.host.ledger, plan)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
-        context = BuildContext(device, DTYPES[dtype], length)
+        context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
         return build_model(context, model_values), context.kv_groups(KV_DTYPES[kv_dtype])
 
-    low_bit = low_bit_source(config, checkpoint, device.kernels)
-    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, device)
+    low_bit = low_bit_source(config, checkpoint, hands.host.kernels)
+    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, hands.host)
     model, groups = build(max_model_len)
 
     def step_bytes(length: int) -> int:
@@ -140,24 +158,54 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
-    weights = _reserve_weights(config, device, planned, step_bytes(1))
+    graph_rows_wanted = (
+        graph_rows(config.scheduler.max_num_seqs)
+        if hands.accelerator is not None and not config.enforce_eager and config.offload.is_async
+        else []
+    )
+    captured_bytes = graph_bytes(model_values, groups, graph_rows_wanted)
+    group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
+    is_length_given = config.model.max_model_len is not None
+    least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    is_host = hands.accelerator is None
+    beside = captured_bytes + rope_bytes(model)
+    places = plan_places(
+        config,
+        hands,
+        model,
+        table.paths(checkpoint.tensor_names()),
+        planned,
+        step_bytes(1) + beside + least_kv,
+        step_bytes(1),
+    )
+    weights = [
+        _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1))
+        for ledger in hands.ledgers
+    ]
+    if places.staging_bytes:
+        staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
+        weights.append(staging)
     size = size_kv_cache(
-        [GroupSize(group.bytes_per_token, group.window) for group in groups],
-        device.ledger.free_bytes,
+        group_sizes,
+        device.ledger.free_bytes - (0 if is_host else beside),
         step_bytes,
         cache,
         config.scheduler,
         max_model_len,
-        config.model.max_model_len is not None,
+        is_length_given,
+        *(("host memory", DEFAULT_KV_SHARE) if is_host else (device.name, ASKED_KV_SHARE)),
     )
     if size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(size.max_model_len)
-    device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
+    place_parameters(model, places.by_path)
+    for ledger in hands.ledgers:
+        ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
+    device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
     if host_nodes.is_filled:
-        device.fill_nodes(host_nodes.plan(planned))
+        hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
     with _memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
@@ -168,12 +216,27 @@ def load_lane(
             low_bit.load if low_bit else None,
         )
         # What is held, to the byte, takes the place of what was foreseen.
-        device.ledger.release(weights)
+        for ledger, reservation in zip((*hands.ledgers, device.ledger), weights, strict=False):
+            ledger.release(reservation)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        host_nodes.reserve("weights", "weights", held)
+        on_host = held
+        if hands.accelerator is not None:
+            on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
+            device.ledger.reserve("weights", "weights", held - on_host)
+        host_nodes.reserve("weights", "weights", on_host)
+        if hands.accelerator is not None:
+            limits = config.scheduler
+            start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
         kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
-    replayer = None
-    if device.kernels.can_record and not config.enforce_eager:
+    replayer: Replayer | GraphReplayer | None = None
+    if hands.accelerator is not None:
+        # Without copies ahead the host waits within a step, and what waits cannot be captured.
+        if graph_rows_wanted:
+            device.ledger.reserve("graphs", "captured steps", captured_bytes)
+            placed = hands.placed
+            assert placed is not None
+            replayer = GraphReplayer(hands.accelerator, placed, model, kv_cache, graph_rows_wanted)
+    elif device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
             cast("NativeKernels", device.kernels),
             model,
@@ -181,16 +244,21 @@ def load_lane(
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
-    runner = ModelRunner(device, model, kv_cache, replayer)
-    runner.warm_up()
+    runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
+    scheduler = config.scheduler
+    largest = WarmUp(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
+    runner.warm_up(largest if config.warm_up_fully else None)
     _give_freed_memory_back()
-    notes = [*device.notes, *([size.note] if size.note else []), *host_nodes.notes(held)]
+    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host)]
+    if size.note:
+        notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
             f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
         )
     return LoadedLane(
+        hands=hands,
         device=device,
         runner=runner,
         checkpoint=checkpoint,
@@ -210,7 +278,7 @@ def load_lane(
     )
 
 
-def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
+def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: CPUDevice) -> str:
     """The type of the KV cache. Beside weights in low bits it is float16, which attention reads
     twice as fast: what that rounds is far below what 8-bit activations do."""
     is_native = device.kernels.name == "native"
@@ -225,10 +293,10 @@ def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
 
 
 def _reserve_weights(
-    config: EngineConfig, device: Device, needed: int, step_bytes: int
+    config: EngineConfig, ledger: Ledger, needed: int, step_bytes: int
 ) -> Reservation:
     """Raises OutOfMemory with what helps: that a step fits beside the weights is part of it."""
-    free = device.ledger.free_bytes
+    free = ledger.free_bytes
     if needed > free:
         remedy = "Free memory, or choose a smaller model."
         smaller = [
@@ -242,9 +310,9 @@ def _reserve_weights(
             remedy = f"Give {option}, which takes about {format_bytes(size)}."
         raise OutOfMemory(
             f"The weights of {config.model.model} take {format_bytes(needed)}; "
-            f"{format_bytes(free)} of host memory are free. {remedy}"
+            f"{format_bytes(free)} of {ledger.name} memory are free. {remedy}"
         )
-    return device.ledger.reserve("weights", "weights", needed)
+    return ledger.reserve("weights", "weights", needed)
 
 
 @contextlib.contextmanager
@@ -266,6 +334,22 @@ def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Sequence[int]) -> int:
+    """An upper estimate of the results of captured steps with those numbers of rows, in bytes.
+    Each result has memory of its own, on the device and, where it crosses, on the host."""
+    hidden = int(model_values.require("hidden_size"))
+    inner = int(model_values.get("intermediate_size", 4 * hidden))
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    layers = sum(len(group.layers) for group in groups)
+    heads = int(model_values.require("num_attention_heads"))
+    query = heads * groups[0].head_dim
+    experts = int(model_values.get("num_experts", model_values.get("num_local_experts", 0)) or 0)
+    row = layers * (12 * hidden + 6 * query + 8 * kv_width + 4 * inner + 4 * experts)
+    row += 3 * int(model_values.require("vocab_size"))
+    # Each result is rounded up to a piece of memory.
+    return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
 
 
 def activation_bytes(

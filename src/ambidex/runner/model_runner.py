@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from ambidex.errors import InvalidModelError
+from ambidex.errors import InvalidModelError, OutOfMemory
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
 from ambidex.request import SamplingParams, TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
@@ -18,9 +19,11 @@ from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, Step
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
+    from ambidex.kernels.table import Kernels
     from ambidex.kv.cache import KVCache
     from ambidex.layers.sampler import BestTokens
     from ambidex.models.registry import CausalLM
+    from ambidex.runner.graphs import GraphReplayer
     from ambidex.runner.replay import Replayer
 
 logger = logging.getLogger(__name__)
@@ -36,13 +39,29 @@ class RunnerRequest:
     row: SamplerRow
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The largest steps: tokens and requests of one, and tokens of a request."""
+
+    num_tokens: int
+    num_requests: int
+    max_model_len: int
+
+
 class ModelRunner:
     """Computes decisions. Everything here happens in the lane's thread."""
 
     def __init__(
-        self, device: Device, model: CausalLM, kv_cache: KVCache, replayer: Replayer | None = None
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_cache: KVCache,
+        replayer: Replayer | GraphReplayer | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        """``kernels``: what the model was built with, where that is not the device's table."""
         self.device = device
+        self._kernels = kernels or device.kernels
         self.model = model
         self.kv_cache = kv_cache
         #: Replays a recorded step; None: every step is computed call by call.
@@ -51,19 +70,47 @@ class ModelRunner:
         self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
 
-    def warm_up(self) -> None:
+    def warm_up(self, limits: WarmUp | None = None) -> None:
         """Record the step, then compute a few tokens, so that whatever is made at first use is
-        there."""
+        there; with ``limits`` the largest steps too, so that none of them fails later."""
         if self.replayer is not None and not self.replayer.record():
             self.replayer = None
-        name, num_tokens = "warm-up", 8
-        tables = tuple([0] for _ in self.kv_cache.groups)
-        prompt = NewRequest(SamplingParams(temperature=0.0), [0] * num_tokens, num_tokens)
-        step = ScheduledRequest(name, prompt.token_ids, 0, tables, sample=True, new=prompt)
-        result = self.execute(Decision("warm-up", -1, [step]))
+        self._warm_up_with([8])
+        if limits is None:
+            return
+        prompts: list[int] = []
+        while sum(prompts) < limits.num_tokens and len(prompts) < limits.num_requests:
+            prompts.append(min(limits.max_model_len, limits.num_tokens - sum(prompts)))
+        self._warm_up_with(prompts)
+        for count in self.replayer.warm_up_rows if self.replayer is not None else ():
+            # Once to make, once to capture.
+            for _ in range(2):
+                self._warm_up_with([1] * count)
+        self._warm_up_with([1] * limits.num_requests)
+
+    def _warm_up_with(self, lengths: Sequence[int]) -> None:
+        """A step with a prompt of each length. What it writes to the KV cache nobody reads."""
+        size, step = self.kv_cache.block_size, []
+        params = SamplingParams(temperature=0.0)
+        first = 0
+        for index, length in enumerate(lengths):
+            count = -(-length // size)
+            tables = tuple(
+                [(first + block) % blocks for block in range(count)]
+                for blocks in self.kv_cache.num_blocks
+            )
+            first += count
+            new = NewRequest(params, [0] * length, length)
+            step.append(
+                ScheduledRequest(f"warm-up-{index}", new.token_ids, 0, tables, sample=True, new=new)
+            )
+        result = self.execute(Decision("warm-up", -1, step))
         self._requests.clear()
         if result.errors:
-            raise InvalidModelError(f"The first step failed: {result.errors[name]}")
+            reason = next(iter(result.errors.values()))
+            raise InvalidModelError(
+                f"A step with {sum(lengths)} tokens of {len(lengths)} requests failed: {reason}"
+            )
 
     def execute(self, decision: Decision) -> StepResult:
         """Compute one step: write KV, sample where asked.
@@ -79,7 +126,8 @@ class ModelRunner:
         try:
             if requests:
                 self._execute(requests, result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
             result = StepResult(decision.step)
             for request in requests:
@@ -96,15 +144,23 @@ class ModelRunner:
             state.row = SamplerRow(row.params, tokens, row.num_prompt_tokens)
         try:
             self._execute([request], result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.exception("request %s failed", request.request_id)
             reason = (str(error) or "out of memory").splitlines()[0]
             result.errors[request.request_id] = f"Computing this request failed: {reason}"
 
+    def _settle(self) -> None:
+        """After a failed step: wait until nothing of it runs any more."""
+        try:
+            self.device.synchronize()
+        except RuntimeError as error:
+            logger.debug("of the failed step: %s", error)
+
     @torch.inference_mode()
     def _execute(self, requests: list[ScheduledRequest], result: StepResult) -> None:
         self._remember(requests)
-        kernels = self.device.kernels
+        kernels = self._kernels
         batch = build_batch(requests, self.kv_cache, kernels.row_pad)
         model_began = time.perf_counter()
         ends = batch.attention[0].query_starts
@@ -114,10 +170,16 @@ class ModelRunner:
         best: tuple[Tensor, Tensor] | None = None
         if self.replayer is not None and self.replayer.fits(batch, len(rows)):
             hidden, logits, best = self.replayer.replay(batch, rows)
+            logits = kernels.fetch(logits)
         else:
+            kernels.begin_step(batch.num_tokens, len(rows))
+            batch.positions = kernels.put(batch.positions)
             hidden = self.model(batch)
             if rows:
                 logits = self.model.head(kernels.take_logit_rows(hidden, rows))
+            kernels.end_step()
+            # What has failed shows here, too.
+            logits = kernels.fetch(hidden[:0] if logits is None else logits)
         result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
@@ -128,7 +190,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
         self._requests.clear()
-        del self.model, self.kv_cache, self.replayer, self._sampler
+        del self.model, self.kv_cache, self.replayer, self._sampler, self._kernels
 
     def _remember(self, requests: list[ScheduledRequest]) -> None:
         for request in requests:
@@ -170,6 +232,7 @@ class ModelRunner:
         for first in range(0, count, _LOGIT_ROWS):
             end = min(first + _LOGIT_ROWS, count)
             targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
-            scores += prompt_logprobs(self.model.head(hidden[first:end]), targets, wanted)
+            logits = self._kernels.fetch(self.model.head(hidden[first:end]))
+            scores += prompt_logprobs(logits, targets, wanted)
         if scores:
             result.prompt_logprobs[request.request_id] = scores

@@ -32,8 +32,8 @@ class Replayed(NamedTuple):
     hidden: Tensor
     #: [num_logit_rows, vocab]
     logits: Tensor
-    #: [num_logit_rows] each: the best tokens, and whether a row is finite.
-    best: tuple[Tensor, Tensor]
+    #: [num_logit_rows] each: the best tokens, and whether a row is finite; None: not looked for.
+    best: tuple[Tensor, Tensor] | None
 
 
 class Replayer:
@@ -58,6 +58,9 @@ class Replayer:
         self._max_logit_rows = max_logit_rows
         self._ropes = [module for module in submodules(model) if isinstance(module, Rope)]
         self._recording: Recording | None = None
+
+    #: Numbers of rows that have to be computed once before a server is ready.
+    warm_up_rows: Sequence[int] = ()
 
     @property
     def num_replays(self) -> int:

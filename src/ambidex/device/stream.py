@@ -1,0 +1,364 @@
+"""Streams: queues of work, each with a thread and a clock of its own.
+
+A stream is to the simulated accelerator what a CUDA stream is to a GPU: launching returns at once,
+work of one stream runs in order, and streams wait for each other's events alone.
+
+There are two clocks. On the **virtual** one a piece of work takes exactly the time that the cost
+model gives it, whatever the arithmetic really took: times are deterministic. On the **real** one
+the thread sleeps until the modelled end; work whose arithmetic took longer is counted as late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ambidex.errors import DeviceError
+from ambidex.memory.token_bucket import TokenBucket
+
+if TYPE_CHECKING:
+    from ambidex.device.base import Event as AnyEvent
+
+#: On the real clock, work ahead of its modelled end by less than this is not slept for: sleeping
+#: is not that exact. It is made up for by the next event.
+_SLEEP_RESOLUTION_S = 200e-6
+
+Range = tuple[int, int]
+#: What work takes, or how to find out when it runs.
+Seconds = float | Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on a timeline; seconds of the clock that all streams share."""
+
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
+class Clock:
+    """What streams of one device agree on: the time of the host, and what has been computed.
+
+    ``host_s`` is when the host submits: work launched after the host has waited for an event does
+    not begin before it.
+    """
+
+    def __init__(self, is_virtual: bool) -> None:
+        self.is_virtual = is_virtual
+        self.host_s = 0.0
+        self._began = time.perf_counter()
+        self.num_late = 0
+        self.num_launches = 0
+        self.timeline: deque[Span] = deque(maxlen=100_000)
+        self.hazards = Hazards()
+        #: What is launched while it is set is captured, not run.
+        self.graph: Graph | None = None
+
+    def now_s(self) -> float:
+        """Seconds since the start of the real clock."""
+        return time.perf_counter() - self._began
+
+    def submitted_s(self) -> float:
+        return self.host_s if self.is_virtual else self.now_s()
+
+
+class Event:
+    """A point in a stream. ``time_s`` is when it was reached."""
+
+    __slots__ = ("_clock", "_done", "_error", "time_s")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self.time_s = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def complete(self, time_s: float, error: BaseException | None = None) -> None:
+        self.time_s = time_s
+        self._error = error
+        self._done.set()
+
+    def reached(self) -> float:
+        """Block; the event's time. Raises what the work before it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise DeviceError(f"The work before an event failed: {self._error}") from self._error
+        return self.time_s
+
+    def wait(self) -> None:
+        """Block the host until the event is reached. Raises what the work before it raised."""
+        reached_s = self.reached()
+        self._clock.host_s = max(self._clock.host_s, reached_s)
+
+
+@dataclass(slots=True)
+class _Launch:
+    name: str
+    work: Callable[[], None]
+    seconds: Seconds
+    num_bytes: int
+    submitted_s: float
+    access: Access
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """The memory that a piece of work reads and writes: ranges of addresses."""
+
+    stream: str
+    reads: Sequence[Range]
+    writes: Sequence[Range]
+    order: int = 0
+
+
+class Hazards:
+    """Finds work that reads or overwrites memory before earlier work on another stream is done.
+
+    On a GPU that is a wrong answer now and then; here it is an error, every time.
+    """
+
+    def __init__(self) -> None:
+        self._order = itertools.count()
+        self._pending: dict[str, dict[int, Access]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, access: Access) -> None:
+        with self._lock:
+            access.order = next(self._order)
+            self._pending.setdefault(access.stream, {})[access.order] = access
+
+    def check(self, name: str, access: Access) -> None:
+        """Called when the work begins; raises DeviceError."""
+        with self._lock:
+            others = [
+                other
+                for stream, pending in self._pending.items()
+                if stream != access.stream
+                for other in pending.values()
+                if other.order < access.order
+            ]
+        for other in others:
+            if _overlap(access.reads, other.writes):
+                raise DeviceError(
+                    f"{name} on {access.stream} reads memory that {other.stream} has not yet "
+                    "written: an event is missing between them."
+                )
+            if _overlap(access.writes, other.reads) or _overlap(access.writes, other.writes):
+                raise DeviceError(
+                    f"{name} on {access.stream} overwrites memory that {other.stream} still uses: "
+                    "an event is missing between them."
+                )
+
+    def done(self, access: Access) -> None:
+        with self._lock:
+            self._pending[access.stream].pop(access.order, None)
+
+
+def _overlap(first: Iterable[Range], second: Sequence[Range]) -> bool:
+    return any(a < d and c < b for a, b in first for c, d in second)
+
+
+@dataclass(slots=True)
+class _Wait:
+    event: AnyEvent
+
+
+@dataclass(slots=True)
+class _Record:
+    event: Event
+
+
+@dataclass(slots=True)
+class Stream:
+    """``prepare`` is called once in the stream's thread, which starts with the first launch."""
+
+    name: str
+    clock: Clock
+    prepare: Callable[[], None] | None = None
+    #: Holds back what moves bytes.
+    throttle: TokenBucket | None = None
+    #: Seconds for which the stream had work, and bytes that it moved.
+    busy_s: float = 0.0
+    num_bytes: int = 0
+    _items: queue.SimpleQueue[_Launch | _Wait | _Record | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    _thread: threading.Thread | None = None
+    #: When the stream's last work ended.
+    _now_s: float = 0.0
+    _error: BaseException | None = None
+
+    def launch(
+        self,
+        name: str,
+        work: Callable[[], None],
+        seconds: Seconds,
+        num_bytes: int = 0,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        """Queue ``work``, which takes ``seconds`` on the clock; ``num_bytes``: what it moves over a
+        link. ``reads`` and ``writes``: addresses that it touches."""
+        access = Access(self.name, reads, writes)
+        self._put(_Launch(name, work, seconds, num_bytes, 0.0, access))
+
+    def wait(self, event: AnyEvent) -> None:
+        """Work launched from now on begins after ``event``."""
+        self._put(_Wait(event))
+
+    def record(self) -> Event:
+        """An event that is reached when everything launched so far is done."""
+        event = Event(self.clock)
+        self._put(_Record(event))
+        return event
+
+    def synchronize(self) -> None:
+        """Block the host until everything launched so far is done; raises what it raised, once:
+        afterwards the stream can be used again."""
+        event = self.record()
+        try:
+            event.wait()
+        finally:
+            if self._error is not None:
+                self._put(_Record(Event(self.clock)))
+                self._error = None
+
+    def close(self) -> None:
+        """End the thread, after what was launched."""
+        if self._thread is not None:
+            self._items.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _put(self, item: _Launch | _Wait | _Record) -> None:
+        if self.clock.graph is not None:
+            self.clock.graph.items.append((self, item))
+            return
+        if isinstance(item, _Launch):
+            item.submitted_s = self.clock.submitted_s()
+            self.clock.hazards.submit(item.access)
+            self.clock.num_launches += 1
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"stream-{self.name}", daemon=True
+            )
+            self._thread.start()
+        self._items.put(item)
+
+    def _run(self) -> None:
+        if self.prepare is not None:
+            self.prepare()
+        # What is launched in inference mode makes tensors that nothing else may write.
+        with torch.inference_mode():
+            while (item := self._items.get()) is not None:
+                self._do(item)
+                # What it holds is freed now, not when the next item comes.
+                del item
+
+    def _do(self, item: _Launch | _Wait | _Record) -> None:
+        if isinstance(item, _Record):
+            self._pace(None)
+            item.event.complete(self._now_s, self._error)
+        elif isinstance(item, _Wait):
+            self._wait(item.event)
+        else:
+            self._execute(item)
+
+    def _wait(self, event: AnyEvent) -> None:
+        try:
+            self._now_s = max(self._now_s, event.reached())
+        except DeviceError as error:
+            self._error = self._error or error
+
+    def _execute(self, item: _Launch) -> None:
+        start_s = max(self._now_s, item.submitted_s)
+        if not self.clock.is_virtual:
+            start_s = max(start_s, self.clock.now_s() - _SLEEP_RESOLUTION_S)
+        try:
+            # After an error nothing runs until the host has seen it.
+            if self._error is None:
+                self.clock.hazards.check(item.name, item.access)
+                item.work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.clock.hazards.done(item.access)
+        seconds = item.seconds if isinstance(item.seconds, float) else item.seconds()
+        if self.throttle is not None and item.num_bytes:
+            seconds = self.throttle.seconds(item.num_bytes, start_s, seconds)
+        self._now_s = start_s + seconds
+        self._pace(item)
+        self.busy_s += seconds
+        self.num_bytes += item.num_bytes
+        self.clock.timeline.append(Span(self.name, item.name, start_s, self._now_s, item.num_bytes))
+
+    def _pace(self, item: _Launch | None) -> None:
+        """On the real clock: sleep until the modelled time; what is behind it is late."""
+        if self.clock.is_virtual:
+            return
+        ahead_s = self._now_s - self.clock.now_s()
+        if ahead_s > (_SLEEP_RESOLUTION_S if item is not None else 0):
+            time.sleep(ahead_s)
+        elif ahead_s < -_SLEEP_RESOLUTION_S:
+            if item is not None:
+                self.clock.num_late += 1
+            self._now_s = self.clock.now_s()
+
+
+class Graph:
+    """Launches of several streams, captured once and launched again by :meth:`replay`, over the
+    same memory.
+
+    What was launched before it is over when a replay begins, on all of its streams.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.items: list[tuple[Stream, _Launch | _Wait | _Record]] = []
+        self.num_replays = 0
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is launched within belongs to the graph, and is not run."""
+        assert self._clock.graph is None, "another graph is being captured"
+        self._clock.graph = self
+        try:
+            yield
+        finally:
+            self._clock.graph = None
+
+    def replay(self) -> None:
+        """Launch everything again."""
+        streams = {id(stream): stream for stream, _ in self.items}
+        before = [stream.record() for stream in streams.values()]
+        for stream in streams.values():
+            for event in before:
+                stream.wait(event)
+        events: dict[int, Event] = {}
+        for stream, item in self.items:
+            if isinstance(item, _Record):
+                events[id(item.event)] = stream.record()
+            elif isinstance(item, _Launch):
+                access = item.access
+                stream.launch(
+                    item.name, item.work, item.seconds, item.num_bytes, access.reads, access.writes
+                )
+            elif id(item.event) in events:
+                stream.wait(events[id(item.event)])
+        self.num_replays += 1
