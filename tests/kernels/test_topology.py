@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from ambidex.device.cpu import CPUDevice
 from ambidex.errors import OptionError
 from ambidex.kernels.cpu.numa import FillingPlacer, PagePlacer, Placer, Share, node_shares
 from ambidex.kernels.cpu.topology import ThreadPlan, Topology, cut, plan_threads, read_topology
+from ambidex.kernels.native import NativeKernels
 from ambidex.sysfs import device_node, format_cpus, parse_cpus
 
 
@@ -509,6 +511,23 @@ def test_filled_pages_are_placed_once(
         # Pages are rounded to the node of their first byte: less than one a weight and part.
         room = sum(size for number, size in parts if number == node)
         assert placed < room + 4096 * (len(sizes) + len(parts))
+
+
+def test_only_weights_that_stay_are_placed() -> None:
+    """What is packed to be cut is not: it would use up the nodes' room."""
+    device = CPUDevice(1, kernels="native")
+    kernels = cast(NativeKernels, device.kernels)
+    placer = FillingPlacer([(1, 2**30)], lambda first, size, node: 0, page_bytes=4096)
+    kernels.fill_nodes(placer)
+    with kernels.temporary_weights():
+        kernels.pack(torch.zeros(512, 1024))
+        assert placer.placed_bytes == {}
+        kept = kernels.keep([torch.zeros(2**20, dtype=torch.uint8)])
+        # All but parts of pages at both ends.
+        assert 2**20 - 8192 < placer.placed_bytes[1] <= kept.nbytes == 2**20
+    kernels.pack(torch.zeros(512, 1024))
+    assert 3 * 2**20 - 16384 < placer.placed_bytes[1] <= 3 * 2**20
+    device.close()
 
 
 def test_one_node_needs_no_placing() -> None:
