@@ -24,6 +24,7 @@ BASE = {
     "options_table",
     "options_variables",
     "request",
+    "sysfs",
 }
 DATA_PLANE = {
     "memory",
@@ -58,6 +59,8 @@ WITHOUT_TORCH = [
     "ambidex",
     "ambidex.cli",
     "ambidex.config",
+    "ambidex.device.host_nodes",
+    "ambidex.device.node_probe",
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",
@@ -68,6 +71,7 @@ WITHOUT_TORCH = [
     "ambidex.kv.block_pool",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
+    "ambidex.memory.nodes",
     "ambidex.memory.placement",
     "ambidex.memory.sizing",
     "ambidex.memory.weight_patterns",
@@ -77,6 +81,7 @@ WITHOUT_TORCH = [
     "ambidex.request",
     "ambidex.runner.decision",
     "ambidex.server.app",
+    "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
 ]

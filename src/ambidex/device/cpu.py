@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from ambidex.kernels import reference
 from ambidex.kernels.cpu.levels import choose_level, kernel_table_name, recorded_levels
+from ambidex.kernels.cpu.numa import FillingPlacer, Placer
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kernels.table import Kernels
 from ambidex.memory.host import host_capacity_bytes
 from ambidex.memory.ledger import Ledger
+
+if TYPE_CHECKING:
+    from ambidex.kernels.native import NativeKernels
 
 
 def default_num_threads() -> int:
@@ -29,7 +33,7 @@ def default_num_threads() -> int:
 class CPUDevice:
     """The CPU lane's device: host memory and a kernel table.
 
-    ``cpus`` and ``nodes``: where its threads run, see ``ThreadPlan``; empty: anywhere.
+    ``cpus``, ``within`` and ``nodes``: where its threads run, see ``ThreadPlan``; empty: anywhere.
     ``kernels``: native, or reference (plain PyTorch); None: what AMBIDEX_CPU_KERNELS names.
     """
 
@@ -39,12 +43,14 @@ class CPUDevice:
         *,
         cpus: Sequence[int] = (),
         nodes: Sequence[int] = (),
+        within: Sequence[int] = (),
         kernels: str | None = None,
     ) -> None:
         self.name = "cpu"
         self.ledger = Ledger("host", host_capacity_bytes())
         self.num_threads = num_threads or default_num_threads()
         self.cpus = tuple(cpus)
+        self.within = tuple(within)
         #: Sentences that the user should read once.
         self.notes: list[str] = []
         chosen = kernels or kernel_table_name(os.environ)
@@ -65,14 +71,26 @@ class CPUDevice:
             self.notes.append(note)
         return cast(Kernels, NativeKernels(self.num_threads, cpus, level, nodes))
 
+    def fill_nodes(self, parts: Sequence[tuple[int, int]]) -> Placer:
+        """Lays the weights that are packed from now on on NUMA nodes, in the order of ``parts``
+        (node, bytes). Weights of the reference table are PyTorch's, and stay where it has them.
+
+        Returns what places them, for weights that the caller copies itself.
+        """
+        placer = FillingPlacer(parts)
+        if self._is_native:
+            cast("NativeKernels", self._kernels).fill_nodes(placer)
+        return placer
+
     @property
     def kernels(self) -> Kernels:
         return self._kernels
 
     def prepare_thread(self) -> None:
-        if self.cpus and hasattr(os, "sched_setaffinity"):
-            # The calling thread is the first of the group; PyTorch's threads inherit their places.
-            own = self.cpus[:1] if self._is_native else self.cpus
+        # The calling thread is the first of the group. Threads that it starts, PyTorch's and those
+        # of the native table that are not pinned, inherit where it may run.
+        own = (self.cpus[:1] if self._is_native else self.cpus) or self.within
+        if own and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, own)
         # PyTorch keeps the number of threads per calling thread. Beside a native table it gets
         # one: two pools on the same cores would fight.

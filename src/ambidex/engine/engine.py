@@ -171,6 +171,7 @@ class Engine:
                 for row in ledger.table()
                 if row.num_bytes
             ],
+            memory_nodes=lane.memory_nodes,
         )
 
     def close(self) -> None:

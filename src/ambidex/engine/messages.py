@@ -62,6 +62,8 @@ class EngineInfo:
     #: Sentences that the user should read once.
     notes: list[str] = field(default_factory=list)
     memory: list[MemoryRow] = field(default_factory=list)
+    #: A line for each of the host's memories, where they are several (NUMA nodes, CXL).
+    memory_nodes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ def describe(info: EngineInfo) -> list[str]:
         ("max model length", f"{info.max_model_len} tokens"),
     ]
     rows += [(f"{row.memory}: {row.account}", format_bytes(row.num_bytes)) for row in info.memory]
+    rows += [("host memory", line) for line in info.memory_nodes]
     shown = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in shown)
     lines = [f"{name:<{width}}  {value}" for name, value in shown]

@@ -1,6 +1,7 @@
 """Every byte of one memory, planned before it is taken.
 
-There is one :class:`Ledger` per memory (the host, each device). Whoever allocates more than a few
+There is one :class:`Ledger` per memory (the host, each device); a part of a memory, such as a NUMA
+node of the host, is a child of its ledger. Whoever allocates more than a few
 KiB reserves it first, under a name and in an account; what does not fit is refused with numbers.
 """
 
@@ -37,14 +38,28 @@ class LedgerRow:
 class Ledger:
     """The reservations of one memory of ``capacity_bytes``. Thread-safe."""
 
-    def __init__(self, name: str, capacity_bytes: int) -> None:
+    def __init__(self, name: str, capacity_bytes: int, parent: Ledger | None = None) -> None:
         assert capacity_bytes >= 0, "a capacity is not negative"
         self.name = name
         self.capacity_bytes = capacity_bytes
-        self._reservations: set[Reservation] = set()
+        self._parent = parent
+        self._children: list[Ledger] = []
+        #: With the same bytes' reservation in the parent.
+        self._reservations: dict[Reservation, Reservation | None] = {}
         self._used_bytes = 0
         self._by_account: dict[str, int] = {}
+        # A child's is taken before its parent's, never the other way round.
         self._lock = threading.Lock()
+
+    def child(self, name: str, capacity_bytes: int) -> Ledger:
+        """A ledger for a part of this memory: what is reserved there is reserved here too."""
+        ledger = Ledger(name, capacity_bytes, self)
+        self._children.append(ledger)
+        return ledger
+
+    @property
+    def children(self) -> tuple[Ledger, ...]:
+        return tuple(self._children)
 
     @property
     def used_bytes(self) -> int:
@@ -59,7 +74,8 @@ class Ledger:
         return self._by_account.get(account, 0)
 
     def reserve(self, account: str, name: str, num_bytes: int) -> Reservation:
-        """Take ``num_bytes``; raises :class:`OutOfMemory` where they exceed what is free."""
+        """Take ``num_bytes``; raises :class:`OutOfMemory` where they exceed what is free, here or
+        in the memory that this is a part of."""
         assert account in ACCOUNTS, f"there is no account {account}"
         assert num_bytes >= 0, "a reservation is not negative"
         reservation = Reservation(self.name, account, name, num_bytes)
@@ -70,7 +86,8 @@ class Ledger:
                     f"{format_bytes(self.free_bytes)} of {format_bytes(self.capacity_bytes)} free. "
                     f"Reserved so far: {self._summary()}."
                 )
-            self._reservations.add(reservation)
+            above = self._parent.reserve(account, name, num_bytes) if self._parent else None
+            self._reservations[reservation] = above
             self._used_bytes += num_bytes
             self._by_account[account] = self._by_account.get(account, 0) + num_bytes
         return reservation
@@ -79,16 +96,22 @@ class Ledger:
         """Give a reservation of this ledger back, once."""
         with self._lock:
             assert reservation in self._reservations, f"{reservation} is not reserved here"
-            self._reservations.remove(reservation)
-            self._used_bytes -= reservation.num_bytes
-            self._by_account[reservation.account] -= reservation.num_bytes
+            self._give_back(reservation)
 
     def release_all(self) -> None:
-        """Give everything back."""
+        """Give everything back, that of all children too."""
+        for ledger in self._children:
+            ledger.release_all()
         with self._lock:
-            self._reservations.clear()
-            self._by_account.clear()
-            self._used_bytes = 0
+            for reservation in list(self._reservations):
+                self._give_back(reservation)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        above = self._reservations.pop(reservation)
+        self._used_bytes -= reservation.num_bytes
+        self._by_account[reservation.account] -= reservation.num_bytes
+        if self._parent is not None and above is not None:
+            self._parent.release(above)
 
     def reservations(self, account: str | None = None) -> list[Reservation]:
         """All reservations, or those of one account; the largest first."""

@@ -101,10 +101,14 @@ def available_cpus() -> set[int]:
 
 def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
     """Make the devices that ``config`` asks for. Raises OptionError."""
+
+    def make_host() -> CPUDevice:
+        return CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
+
     asked = config.device.device
     if asked in ("auto", "cpu"):
-        return Hands(CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes))
-    host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
+        return Hands(make_host())
+    host = make_host()
     try:
 
         def measure() -> ComputeRate:

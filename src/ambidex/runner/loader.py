@@ -25,6 +25,7 @@ except Exception as error:  # A broken installation fails in many ways.
 
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
@@ -44,7 +45,7 @@ from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner, WarmUp
+from ambidex.runner.model_runner import ModelRunner
 from ambidex.runner.placing import (
     host_weight_bytes,
     place_parameters,
@@ -52,6 +53,7 @@ from ambidex.runner.placing import (
     start_streaming,
 )
 from ambidex.runner.replay import Replayer
+from ambidex.runner.warm_up import Largest, warm_up
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
@@ -95,6 +97,8 @@ class LoadedLane:
     #: Sentences that the user should read once.
     notes: list[str]
     load_s: float
+    #: A line for each of the host's memories, where they are several.
+    memory_nodes: list[str]
 
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
@@ -138,6 +142,7 @@ def load_lane(
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     hands = open_hands(config, plan)
     device = hands.device
+    host_nodes = HostNodes(hands.host.ledger, plan)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
@@ -200,6 +205,8 @@ def load_lane(
     device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
     num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
     device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
+    if host_nodes.is_filled:
+        hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
     with _memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
@@ -213,11 +220,11 @@ def load_lane(
         for ledger, reservation in zip((*hands.ledgers, device.ledger), weights, strict=False):
             ledger.release(reservation)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        on_host = sum(host_weight_bytes(parameter) for _, parameter in model.named_parameters())
+        on_host = held
         if hands.accelerator is not None:
-            hands.host.ledger.reserve("weights", "weights", on_host)
-            held -= on_host
-        device.ledger.reserve("weights", "weights", held)
+            on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
+            device.ledger.reserve("weights", "weights", held - on_host)
+        host_nodes.reserve("weights", "weights", on_host)
         if hands.accelerator is not None:
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
@@ -240,10 +247,12 @@ def load_lane(
         )
     runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
     scheduler = config.scheduler
-    largest = WarmUp(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
-    runner.warm_up(largest if config.warm_up_fully else None)
+    largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
+    warm_up(runner, largest if config.warm_up_fully else None)
     _give_freed_memory_back()
-    notes = [*hands.notes, *places.notes, *([size.note] if size.note else [])]
+    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host)]
+    if size.note:
+        notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
@@ -266,6 +275,7 @@ def load_lane(
         kv_dtype=kv_dtype,
         notes=notes,
         load_s=time.perf_counter() - began,
+        memory_nodes=host_nodes.describe(),
     )
 
 
