@@ -112,6 +112,8 @@ class Accelerator(Device, Protocol):
     """A device with a memory of its own, at the end of a link, that computes while the host does
     something else."""
 
+    #: The host's NUMA node that it is near to; None: unknown.
+    node: int | None
     #: What it reaches, and what the link to it does in each direction.
     rate: ComputeRate
     link: LinkRate

@@ -143,6 +143,7 @@ class SimDevice:
         self.name = f"sim:{index}"
         self.ledger = Ledger(self.name, spec.memory_bytes)
         self.num_threads = spec.threads
+        self.node: int | None = None
         #: Sentences that the user should read once.
         self.notes: list[str] = []
         #: What one core of the host reaches, on this device's clock.

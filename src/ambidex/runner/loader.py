@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
-from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable
@@ -125,9 +123,6 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
-    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
-    for note in plan.notes:
-        logger.warning("%s", note)
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -140,9 +135,12 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    hands = open_hands(config, plan)
+    hands = open_hands(config)
+    for note in hands.threads.notes:
+        logger.warning("%s", note)
     device = hands.device
-    host_nodes = HostNodes(hands.host.ledger, plan)
+    near_node = None if hands.accelerator is None else hands.accelerator.node
+    host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
