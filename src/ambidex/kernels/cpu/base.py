@@ -33,6 +33,10 @@ class NativeBase:
         self._placer = PagePlacer(nodes)
         self._context = self._native.Context(level, num_threads, list(cpus))
 
+    def _is_recording(self) -> bool:
+        """Whether calls are recorded, and compute nothing."""
+        return False
+
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""
         return x.shape[0]
