@@ -69,6 +69,7 @@ WITHOUT_TORCH = [
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
+    "ambidex.memory.compression",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
     "ambidex.memory.nodes",

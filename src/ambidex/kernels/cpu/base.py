@@ -69,6 +69,10 @@ class NativeBase:
     def end_step(self) -> None:
         """Nothing goes on after it."""
 
+    def _is_recording(self) -> bool:
+        """Whether calls are recorded, and compute nothing."""
+        return False
+
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""
         return x.shape[0]
