@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from ambidex.errors import OutOfMemory
 
+#: The memory of the machine itself. A further part of it (a NUMA node) is ``host:NAME``; any other
+#: memory is an accelerator's.
+HOST = "host"
+
 #: What memory is used for, in the order of the start-up table.
 ACCOUNTS = ("weights", "kv_cache", "activations", "graphs", "staging", "runtime")
 
@@ -32,6 +36,34 @@ class LedgerRow:
     account: str
     num_bytes: int
     num_reservations: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """A ledger at one moment, as it crosses to other processes."""
+
+    name: str
+    capacity_bytes: int
+    #: Account -> reserved bytes, every account in the order of :data:`ACCOUNTS`.
+    accounts: dict[str, int]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self.accounts.values())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.reserved_bytes
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the machine's own memory, and not an accelerator's."""
+        return is_host_memory(self.name)
+
+
+def is_host_memory(name: str) -> bool:
+    """Whether a memory of this name is the machine's own; see :data:`HOST`."""
+    return name.partition(":")[0] == HOST
 
 
 class Ledger:
@@ -65,9 +97,30 @@ class Ledger:
                     f"{format_bytes(self.free_bytes)} of {format_bytes(self.capacity_bytes)} free. "
                     f"Reserved so far: {self._summary()}."
                 )
-            self._reservations.add(reservation)
-            self._used_bytes += num_bytes
+            self._add(reservation)
         return reservation
+
+    def record(self, account: str, name: str, num_bytes: int) -> Reservation:
+        """Reserve what was held already when the capacity was measured, and is no part of it: the
+        capacity grows by ``num_bytes``, and what is free stays."""
+        assert account in ACCOUNTS, f"there is no account {account}"
+        assert num_bytes >= 0, "a reservation is not negative"
+        reservation = Reservation(self.name, account, name, num_bytes)
+        with self._lock:
+            self.capacity_bytes += num_bytes
+            self._add(reservation)
+        return reservation
+
+    def set_free(self, num_bytes: int) -> None:
+        """The memory was measured again: beside what is reserved, all of which is really held by
+        now, ``num_bytes`` are free."""
+        assert num_bytes >= 0, "free memory is not negative"
+        with self._lock:
+            self.capacity_bytes = self._used_bytes + num_bytes
+
+    def _add(self, reservation: Reservation) -> None:
+        self._reservations.add(reservation)
+        self._used_bytes += reservation.num_bytes
 
     def release(self, reservation: Reservation) -> None:
         """Give a reservation of this ledger back, once."""
@@ -92,6 +145,11 @@ class Ledger:
         """One row an account, in the order of :data:`ACCOUNTS`, empty ones too."""
         with self._lock:
             return self._rows()
+
+    def snapshot(self) -> MemorySnapshot:
+        with self._lock:
+            accounts = {row.account: row.num_bytes for row in self._rows()}
+            return MemorySnapshot(self.name, self.capacity_bytes, accounts)
 
     def _rows(self) -> list[LedgerRow]:
         sizes: dict[str, list[int]] = {account: [] for account in ACCOUNTS}
