@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ class Device(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory that reads as zero; the caller holds a reservation for it."""
+
+    def measure(self) -> None:
+        """Ask anew what the memory offers: the ledger's capacity becomes what is reserved and what
+        is free. To be called while all that is reserved is really held."""
+
+    def prefault(self, tensors: Sequence[Tensor]) -> None:
+        """Take the memory of ``tensors`` now, if that would happen when they are first used; what
+        is in them stays. Raises OutOfMemory where it is not there any more."""
 
     def prepare_thread(self) -> None:
         """Called once in the thread that will run this device's lane."""

@@ -33,6 +33,11 @@ class Rope(Module):
         shape = (num_chunks * _CHUNK, frequencies.shape[0])
         self._cos, self._sin = (context.device.empty(shape, torch.float32) for _ in range(2))
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [positions, width] float32 each."""
+        return self._cos, self._sin
+
     def prepare(self, max_position: int) -> None:
         """Fill in the tables up to ``max_position``; a step that is replayed needs this before."""
         while self._num_ready <= max_position:

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -29,12 +29,15 @@ from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.rope import Rope
+from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
+from ambidex.memory.sizing import GroupSize, KVSize, resolve_max_model_len, size_kv_cache
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.model_runner import LOGIT_ROWS, ModelRunner
 from ambidex.runner.replay import Replayer
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
@@ -44,7 +47,7 @@ from ambidex.weights.load import load_weights, planned_bytes
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
-    from ambidex.memory.ledger import Reservation
+    from ambidex.memory.ledger import Ledger, Reservation
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ class LoadedLane:
     """A model on a device, ready to run, and what was decided on the way."""
 
     device: Device
+    #: One a memory: the host's, then each accelerator's.
+    ledgers: list[Ledger]
     runner: ModelRunner
     checkpoint: Checkpoint
     #: How MODEL was resolved, in words.
@@ -78,11 +83,16 @@ class LoadedLane:
     notes: list[str]
     load_s: float
 
+    def module_bytes(self) -> dict[str, dict[str, int]]:
+        """Module -> memory -> bytes of its weights."""
+        return bytes_of_modules(self.runner.model.named_parameters(), self.device.ledger.name)
+
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
         self.device.close()
-        self.device.ledger.release_all()
+        for ledger in self.ledgers:
+            ledger.release_all()
         _give_freed_memory_back()
 
 
@@ -136,23 +146,31 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
+    device.measure()
     weights = _reserve_weights(config, device, planned, step_bytes(1))
-    size = size_kv_cache(
-        [GroupSize(group.bytes_per_token, group.window) for group in groups],
-        device.ledger.free_bytes,
-        step_bytes,
-        cache,
-        config.scheduler,
-        max_model_len,
-        config.model.max_model_len is not None,
-    )
-    if size.max_model_len != max_model_len:
+
+    def fit(free_bytes: int) -> KVSize:
+        return size_kv_cache(
+            [GroupSize(group.bytes_per_token, group.window) for group in groups],
+            free_bytes,
+            step_bytes,
+            cache,
+            config.scheduler,
+            max_model_len,
+            config.model.max_model_len is not None,
+        )
+
+    def kv_bytes(num_blocks: tuple[int, ...]) -> int:
+        return kv_cache_bytes(groups, num_blocks, cache.block_size)
+
+    def make_cache(size: KVSize) -> KVCache:
+        return KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+
+    memory = LaneMemory(device, fit, step_bytes, kv_bytes)
+    if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
-        model, groups = build(size.max_model_len)
-    device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
-    num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
-    device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
-    with _memory_refused(device):
+        model, groups = build(memory.size.max_model_len)
+    with memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
             table,
@@ -165,7 +183,10 @@ def load_lane(
         device.ledger.release(weights)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
         device.ledger.reserve("weights", "weights", held)
-        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+    # What loading freed counts as free.
+    _give_freed_memory_back()
+    kv_cache = memory.make_cache(make_cache)
+    size = memory.size
     replayer = None
     if device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
@@ -178,7 +199,15 @@ def load_lane(
     runner = ModelRunner(device, model, kv_cache, replayer)
     runner.warm_up()
     _give_freed_memory_back()
-    notes = [*device.notes, *([size.note] if size.note else [])]
+    vocab_size = int(model_values.require("vocab_size"))
+    ropes = [module for module in submodules(model) if isinstance(module, Rope)]
+    rotations = [part for rope in ropes for part in rope.tables]
+    if runner.replayer is not None:
+        memory.settle_steps(_recorded_bytes(config, runner, runner.replayer, rotations, vocab_size))
+    if cache.prefault:
+        arena = runner.replayer.arena_tensors() if runner.replayer is not None else []
+        memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
+    notes = [*device.notes, *memory.notes, *([size.note] if size.note else [])]
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
@@ -186,6 +215,7 @@ def load_lane(
         )
     return LoadedLane(
         device=device,
+        ledgers=[device.ledger],
         runner=runner,
         checkpoint=checkpoint,
         description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
@@ -193,7 +223,7 @@ def load_lane(
         groups=groups,
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
-        vocab_size=int(model_values.require("vocab_size")),
+        vocab_size=vocab_size,
         dtype_description=low_bit.description
         if low_bit
         else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
@@ -240,25 +270,29 @@ def _reserve_weights(
     return device.ledger.reserve("weights", "weights", needed)
 
 
-@contextlib.contextmanager
-def _memory_refused(device: Device) -> Iterator[None]:
-    """Memory that the ledger promised and the system refuses (``ulimit -v``) is an OutOfMemory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        raise OutOfMemory(
-            f"The system refused memory that it had reported as free: "
-            f"{format_bytes(device.ledger.used_bytes)} are needed. Raise this process's limit "
-            "(ulimit -v), free memory, or give less with --kv-cache-memory-bytes."
-        ) from None
-
-
 def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def _recorded_bytes(
+    config: EngineConfig,
+    runner: ModelRunner,
+    replayer: Replayer,
+    rotations: list[torch.Tensor],
+    vocab_size: int,
+) -> dict[str, int]:
+    """What steps take where they are replayed: what is held, and what choosing tokens takes."""
+    return {
+        "recorded step": replayer.arena_bytes,
+        "kernel threads": cast("NativeKernels", runner.device.kernels).memory_bytes,
+        "rotations": sum(part.nbytes for part in rotations),
+        # Of prompt tokens, twice, since the C library keeps what was freed, in pieces. Those of new
+        # tokens are in the recorded step.
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
 
 
 def activation_bytes(
