@@ -570,6 +570,35 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_snapshot_says_where_memory_is(tiny_model: Any, kind: str) -> None:
+    folder = str(tiny_model(kind, tokenizer=True))
+    with LLM(folder, kv_cache_memory_bytes="1MiB", quantization="int8") as llm:
+        found = llm.memory_snapshot()
+        weights = {p: w.held_bytes for p, w in llm.engine.lane.runner.model.named_parameters()}
+        (host,) = found["memories"]
+        assert host["name"] == "host"
+        assert host["capacity_bytes"] == host["reserved_bytes"] + host["free_bytes"]
+        assert host["reserved_bytes"] == sum(host["accounts"].values())
+        assert host["accounts"]["kv_cache"] <= 1 << 20
+        assert host["accounts"]["weights"] == sum(weights.values())
+        assert host["accounts"]["runtime"] > 50 << 20
+        # Each module with its device, to the byte.
+        assert found["modules"]["layers.1.mlp.gate_up"] == {
+            "host": weights["layers.1.mlp.gate_up" + (".weight" if kind == "llama" else "")]
+        }
+        assert sum(sizes["host"] for sizes in found["modules"].values()) == found["cpu_weights"]
+        assert found["cpu_weights"] == sum(weights.values())
+        assert (found["gpu_weights"], found["cpu_weight_share"]) == (0, 1.0)
+        assert found["warnings"] == []
+        assert json.loads(json.dumps(found)) == found
+        # It tells of now: what is reserved later counts.
+        llm.engine.lane.ledgers[0].reserve("staging", "ring", 4096)
+        assert llm.memory_snapshot()["memories"][0]["accounts"]["staging"] == 4096
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.memory_snapshot()
+
+
 def test_an_error_inside_the_context_frees_too(folder: Path) -> None:
     before = lane_threads()
     tensors: list[weakref.ref[Any]] = []
@@ -635,7 +664,7 @@ def test_the_default_model(smollm2: Path) -> None:
         )
         assert text_of(counted).startswith(" 6, 7,")
         loaded = process.memory_info().rss
-        weights = sum(row.num_bytes for row in llm.info.memory if row.account == "weights")
+        weights = llm.memory_snapshot()["cpu_weights"]
     gc.collect()
     assert weights > 400 << 20
     assert loaded - process.memory_info().rss > 0.8 * weights

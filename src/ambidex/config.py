@@ -99,6 +99,9 @@ class CacheConfig:
     kv_cache_bytes: int | None = None
     #: Overrides the sizing; blocks of ``block_size`` tokens.
     num_blocks: int | None = None
+    #: Take its memory from the system at start, so that a server that is ready has it. Not for
+    #: one answer, which would wait for it.
+    prefault: bool = False
 
 
 @dataclass(frozen=True, slots=True)

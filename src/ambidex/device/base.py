@@ -97,6 +97,14 @@ class Device(Protocol):
     def to_host(self, tensor: Tensor) -> Tensor:
         """``tensor`` in the host's memory, once it has been computed; itself where it is there."""
 
+    def measure(self) -> None:
+        """Ask anew what the memory offers: the ledger's capacity becomes what is reserved and what
+        is free. To be called while all that is reserved is really held."""
+
+    def prefault(self, tensors: Sequence[Tensor]) -> None:
+        """Take the memory of ``tensors`` now, if that would happen when they are first used; what
+        is in them stays. Raises OutOfMemory where it is not there any more."""
+
     def prepare_thread(self) -> None:
         """Called once in the thread that will run this device's lane."""
 

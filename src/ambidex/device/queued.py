@@ -127,6 +127,9 @@ class QueuedKernels:
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
         return self.inner.unpack_gguf(name, type_name, rows, columns)
 
+    def compress_words(self, words: Tensor, unit_words: int, max_bytes: int) -> Tensor | None:
+        return self.inner.compress_words(words, unit_words, max_bytes)
+
     def kv_layout(
         self, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -337,6 +340,15 @@ class QueuedKernels:
                 num_bytes([query]) + kv_bytes(cache, metadata),
             ),
         )[0]
+
+    def decompress_words(self, payload: Tensor, num_words: int, out: Tensor) -> None:
+        self._launch(
+            "decompress_words",
+            (payload,),
+            lambda: self.inner.decompress_words(payload, num_words, out),
+            [],
+            writes=(out,),
+        )
 
     def route_experts(
         self, router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True

@@ -272,6 +272,12 @@ class SimDevice:
         self.copy(on_host, tensor, "to_host").wait()
         return on_host
 
+    def measure(self) -> None:
+        """Nothing changes what it offers."""
+
+    def prefault(self, tensors: Sequence[Tensor]) -> None:
+        """Its memory is its own: nothing else can take it."""
+
     def prepare_thread(self) -> None:
         torch.set_num_threads(1)
 

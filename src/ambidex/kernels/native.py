@@ -274,6 +274,13 @@ class NativeKernels(
             self._recorder = None
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory that the threads share, and of what each has for itself. Grows with
+        what is computed; not while something is."""
+        num_bytes: int = self._context.memory_bytes
+        return num_bytes
+
+    @property
     def num_runs(self) -> int:
         """How often the threads were started: the native calls of eager steps, and one a replay."""
         runs: int = self._context.num_runs

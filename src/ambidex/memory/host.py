@@ -6,6 +6,8 @@ All paths are under ``root``, so that a test can give a made-up machine.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,19 @@ def host_limits(root: Path = Path("/")) -> list[HostLimit]:
     ]
 
 
+def process_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process holds now, shared libraries included (VmRSS).
+
+    Where there is no ``/proc`` (macOS) it is the most that it has ever held.
+    """
+    text = read_text(root / "proc/self/status")
+    resident = _kib_fields(text or "").get("VmRSS")
+    if resident is not None:
+        return resident
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def _limit_from_sysconf(sysconf: Callable[[str], int]) -> HostLimit:
     page_bytes = sysconf("SC_PAGE_SIZE")
     try:
@@ -67,18 +82,24 @@ def _mem_available_bytes(root: Path) -> int | None:
     text = read_text(root / "proc/meminfo")
     if text is None:
         return None
-    fields = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            fields[name] = int(words[0]) * 1024
+    fields = _kib_fields(text)
     if "MemAvailable" in fields:
         return fields["MemAvailable"]
     # Kernels before 3.14.
     if "MemFree" in fields:
         return fields["MemFree"] + fields.get("Cached", 0)
     return None
+
+
+def _kib_fields(text: str) -> dict[str, int]:
+    """Lines such as ``VmRSS:  1024 kB``, in bytes."""
+    fields = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    return fields
 
 
 def _v2_limits(root: Path) -> Iterator[HostLimit]:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from ambidex.errors import OutOfMemory
 
+#: The memory of the machine itself. A further part of it (a NUMA node) is ``host:NAME``; any other
+#: memory is an accelerator's.
+HOST = "host"
+
 #: What memory is used for, in the order of the start-up table.
 ACCOUNTS = ("weights", "kv_cache", "activations", "graphs", "staging", "runtime")
 
@@ -33,6 +37,34 @@ class LedgerRow:
     account: str
     num_bytes: int
     num_reservations: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """A ledger at one moment, as it crosses to other processes."""
+
+    name: str
+    capacity_bytes: int
+    #: Account -> reserved bytes, every account in the order of :data:`ACCOUNTS`.
+    accounts: dict[str, int]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self.accounts.values())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.reserved_bytes
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the machine's own memory, and not an accelerator's."""
+        return is_host_memory(self.name)
+
+
+def is_host_memory(name: str) -> bool:
+    """Whether a memory of this name is the machine's own; see :data:`HOST`."""
+    return name.partition(":")[0] == HOST
 
 
 class Ledger:
@@ -87,10 +119,32 @@ class Ledger:
                     f"Reserved so far: {self._summary()}."
                 )
             above = self._parent.reserve(account, name, num_bytes) if self._parent else None
-            self._reservations[reservation] = above
-            self._used_bytes += num_bytes
-            self._by_account[account] = self._by_account.get(account, 0) + num_bytes
+            self._add(reservation, above)
         return reservation
+
+    def record(self, account: str, name: str, num_bytes: int) -> Reservation:
+        """Reserve what was held already when the capacity was measured, and is no part of it: the
+        capacity grows by ``num_bytes``, and what is free stays."""
+        assert account in ACCOUNTS, f"there is no account {account}"
+        assert num_bytes >= 0, "a reservation is not negative"
+        reservation = Reservation(self.name, account, name, num_bytes)
+        with self._lock:
+            self.capacity_bytes += num_bytes
+            self._add(reservation, None)
+        return reservation
+
+    def set_free(self, num_bytes: int) -> None:
+        """The memory was measured again: beside what is reserved, all of which is really held by
+        now, ``num_bytes`` are free."""
+        assert num_bytes >= 0, "free memory is not negative"
+        with self._lock:
+            self.capacity_bytes = self._used_bytes + num_bytes
+
+    def _add(self, reservation: Reservation, above: Reservation | None) -> None:
+        account, num_bytes = reservation.account, reservation.num_bytes
+        self._reservations[reservation] = above
+        self._used_bytes += num_bytes
+        self._by_account[account] = self._by_account.get(account, 0) + num_bytes
 
     def release(self, reservation: Reservation) -> None:
         """Give a reservation of this ledger back, once."""
@@ -123,6 +177,11 @@ class Ledger:
         """One row an account, in the order of :data:`ACCOUNTS`, empty ones too."""
         with self._lock:
             return self._rows()
+
+    def snapshot(self) -> MemorySnapshot:
+        with self._lock:
+            accounts = {row.account: row.num_bytes for row in self._rows()}
+            return MemorySnapshot(self.name, self.capacity_bytes, accounts)
 
     def _rows(self) -> list[LedgerRow]:
         sizes: dict[str, list[int]] = {account: [] for account in ACCOUNTS}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
-_LOGIT_ROWS = 128
+#: Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
+LOGIT_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -181,8 +181,8 @@ class ModelRunner:
         scores: list[TokenLogprobs | None] = [None] if request.start == 0 else []
         # Rows at or after the last prompt token score no prompt token.
         count = min(len(request.token_ids), row.num_prompt_tokens - 1 - request.start)
-        for first in range(0, count, _LOGIT_ROWS):
-            end = min(first + _LOGIT_ROWS, count)
+        for first in range(0, count, LOGIT_ROWS):
+            end = min(first + LOGIT_ROWS, count)
             targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
             logits = self._kernels.fetch(self.model.head(hidden[first:end]))
             scores += prompt_logprobs(logits, targets, wanted)

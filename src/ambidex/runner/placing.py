@@ -135,7 +135,12 @@ def plan_places(
     num_bytes = {host.name: plan.host_bytes, accelerator.ledger.name: plan.device_bytes}
     for line in describe(plan):
         logger.info("%s", line)
-    return Places(places, num_bytes, plan.staging_bytes, [*plan.notes, *plan.warnings])
+    notes = [*plan.notes, *plan.warnings]
+    if config.offload.compress:
+        notes.append(
+            "--offload-compress has no effect yet: streamed weights cross the link as they are."
+        )
+    return Places(places, num_bytes, plan.staging_bytes, notes)
 
 
 def _num_rows(parameter: Parameter) -> int:
