@@ -49,11 +49,11 @@ class Stream(Protocol):
         work: Callable[[], None],
         seconds: float | Callable[[], float],
         num_bytes: int = 0,
-        reads: Sequence[tuple[int, int]] = (),
-        writes: Sequence[tuple[int, int]] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
     ) -> None:
         """Queue ``work``; ``seconds`` is what a simulated clock lets it take, ``num_bytes`` what it
-        moves over a link, ``reads`` and ``writes`` are the addresses that it touches."""
+        moves over a link, ``reads`` and ``writes`` are the memory that it touches."""
 
     def close(self) -> None:
         """End it, after what was launched."""

@@ -13,7 +13,6 @@ from ambidex.errors import DeviceError
 
 if TYPE_CHECKING:
     from ambidex.device.base import Stream
-    from ambidex.device.stream import Range
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Kernels, Weight
@@ -52,17 +51,6 @@ def memory_of(operand: Any) -> list[Tensor]:
 
     operand.moved(note)
     return found
-
-
-def addresses(tensors: Iterable[Tensor]) -> list[Range]:
-    """The ranges of addresses that ``tensors`` lie in, from their first to their last byte."""
-    ranges = []
-    for tensor in tensors:
-        if tensor.numel():
-            first = tensor.data_ptr()
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges.append((first, first + (last + 1) * tensor.itemsize))
-    return ranges
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -180,8 +168,8 @@ class QueuedKernels:
             name,
             work,
             self._rate.seconds(flops, moved) if cost is None else seconds,
-            reads=addresses(read),
-            writes=addresses([*made, *writes]),
+            reads=read,
+            writes=[*made, *writes],
         )
         return made
 
