@@ -213,6 +213,12 @@ class Matrix(Parameter):
         self.place: Place | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the kernels' layout, which may be padded."""
+        rows, columns = self.shape
+        return self._kernels.packed_bytes((rows, columns), self.dtype)
+
+    @property
     def is_paired(self) -> bool:
         """A gate above what it is multiplied with: row i of both makes one output."""
         return list(self.parts) == ["gate", "up"]
@@ -294,9 +300,14 @@ class Experts(Parameter):
         self._kernels = kernels
         self._expert_parts = tuple(parts)
         self._waiting: dict[str, Tensor | Quantized] = {}
+        self._matrix_bytes = kernels.packed_bytes(shape, dtype)
         self.data = [None] * num_experts
         #: Where all of them go; None: to the kernels' own memory.
         self.place: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) * self._matrix_bytes
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
