@@ -21,6 +21,10 @@ class Event(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether the work before it failed, or it belongs to a graph that was not replayed."""
+
     def wait(self) -> None:
         """Block the host until it is reached. Raises what the work before it raised."""
 

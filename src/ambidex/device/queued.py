@@ -286,14 +286,16 @@ class QueuedKernels:
     def rope(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        rows = len(positions) * (cos.shape[1] * cos.itemsize + sin.shape[1] * sin.itemsize)
         turned = self._launch(
             "rope",
-            (query, key, positions),
+            (query, key, positions, cos, sin),
             # It may work in place: query and key are parts of the projection's result, which
             # nobody else reads.
             lambda: self.inner.rope(query, key, cos, sin, positions),
             [(tuple(query.shape), query.dtype), (tuple(key.shape), key.dtype)],
             writes=(query, key),
+            read_bytes=num_bytes([query, key, positions]) + rows,
         )
         return turned[0], turned[1]
 

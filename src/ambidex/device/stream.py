@@ -112,7 +112,7 @@ class Event:
 
     @property
     def is_failed(self) -> bool:
-        return self._error is not None
+        return self.is_captured or self._error is not None
 
     def complete(self, time_s: float, error: BaseException | None = None) -> None:
         self.time_s = time_s
@@ -282,7 +282,7 @@ class Stream:
     def _wait(self, event: AnyEvent) -> None:
         try:
             self._now_s = max(self._now_s, event.reached())
-        except DeviceError as error:
+        except BaseException as error:
             # What failed first, not the events that told of it.
             self._error = self._error or error.__cause__ or error
 

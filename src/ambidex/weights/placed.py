@@ -341,8 +341,11 @@ class PlacedKernels:
     def _constant(self, x: Tensor, ranges: Ranges, on_host: bool) -> Tensor:
         """Rows of a vector that never changes (a bias), where they are needed; copied once."""
         count = sum(end - start for start, end in ranges)
-        if count == len(x) and self._device.owns(x) != on_host:
-            return x
+        if self._device.owns(x) != on_host:
+            if count == len(x):
+                return x
+            if len(ranges) == 1:
+                return x[slice(*ranges[0])]
         key = (x.data_ptr(), ranges[0][0], count, on_host)
         if key not in self._copies:
             plain = self._device.to_host(x) if self._device.owns(x) else x
