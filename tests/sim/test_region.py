@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import pytest
@@ -93,7 +94,7 @@ class RegionMachine(RuleBasedStateMachine):
         pieces = sorted(
             (t.data_ptr(), t.data_ptr() + t.nbytes) for t, _, _ in self.held if t.nbytes
         )
-        for (_, end), (start, _) in zip(pieces, pieces[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(pieces):
             assert end <= start
         for tensor, _, value in self.held:
             assert (tensor.view(-1).view(torch.uint8) == value).all()
@@ -105,7 +106,7 @@ class RegionMachine(RuleBasedStateMachine):
             assert self.region.peak_bytes(account) == self.peaks[account]
         free = self.region._free
         assert all(size > 0 for _, size in free)
-        assert all(a + n < b for (a, n), (b, _) in zip(free, free[1:], strict=False)), "coalesced"
+        assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(free)), "coalesced"
         held = sum(-(-max(t.nbytes, 1) // ALIGNMENT) * ALIGNMENT for t, _, _ in self.held)
         assert sum(size for _, size in free) + held == self.region._end - self.region._base
 
@@ -185,7 +186,7 @@ def test_untouched_memory_takes_none_of_the_machines() -> None:
 
 
 def test_more_than_there_are_addresses() -> None:
-    with pytest.raises(OutOfMemory, match="no .* GiB of addresses for sim:0.*Give it less memory"):
+    with pytest.raises(OutOfMemory, match=r"no .* GiB of addresses for sim:0.*Give it less memory"):
         Region(Ledger("sim:0", 1 << 60))
 
 

@@ -320,7 +320,7 @@ def test_an_event_carries_the_error_to_other_streams(streams: Streams) -> None:
     b.wait(a.record())
     b.launch("depends", lambda: ran.append("depends"), 1.0)
     event = b.record()
-    with pytest.raises(DeviceError, match="^The work before an event failed: no such expert$"):
+    with pytest.raises(DeviceError, match=r"^The work before an event failed: no such expert$"):
         event.wait()
     assert event.is_failed
     assert not ran
