@@ -98,8 +98,13 @@ class Streamer:
         return self._size
 
     @property
+    def num_ahead(self) -> int:
+        """Weights copied, or on their way, that have not been used yet."""
+        return len(self._ahead)
+
+    @property
     def num_bytes_ahead(self) -> int:
-        """Bytes copied, or on their way, that have not been used yet."""
+        """Their bytes."""
         return sum(staged.num_bytes for staged in self._ahead.values())
 
     def begin_step(self, order: Sequence[StagedRows]) -> None:
