@@ -1,4 +1,5 @@
-"""Lets the tests of this folder import ``lane_harness``, which lies beside them."""
+"""Lets the tests of this folder import ``lane_harness``, which lies beside them, and the
+quantised checkpoints that the tests of weights make."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "weights")]
 
-from lane_harness import SIZES
+from lane_harness import SIZES  # noqa: E402
 
 
 @pytest.fixture(scope="session")

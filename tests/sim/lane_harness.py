@@ -77,6 +77,7 @@ class Ran:
     plan: Callable[[tuple[int, int]], int] = lambda rows: 0
     host_bytes: int = 0
     device_bytes: int = 0
+    activation_peak_bytes: int = 0
 
     def steady(self, num_tokens: int | None = None) -> list[Step]:
         """Steps that came after a like one; with ``num_tokens``, of as many requests' tokens."""
@@ -136,13 +137,14 @@ def run(
         engine.close()
 
 
-def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int) -> Ran:
+def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int, first: int = 0) -> Ran:
+    """``first``: the first request's number; no two of an engine share one."""
     hands = engine.lane.hands
     placed, clock = hands.placed, getattr(hands.accelerator, "clock", None)
     ran = Ran([[] for _ in inputs], [None for _ in inputs])
     for index, prompt in enumerate(inputs):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
-        engine.add_request(EngineRequest(str(index), list(prompt), params, 0.0))
+        engine.add_request(EngineRequest(str(first + index), list(prompt), params, 0.0))
     rows = [(0, 0)]
     if placed is not None:
         begin_step = placed.begin_step
@@ -157,7 +159,7 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int) -> R
         began_s = clock.host_s if clock else 0.0
         outputs = engine.step()
         for output in outputs:
-            index = int(output.request_id)
+            index = int(output.request_id) - first
             ran.errors[index] = output.error or ran.errors[index]
             for token, entry in zip(output.new_token_ids, output.logprobs or [], strict=True):
                 ran.traces[index].append((token, entry.logprob, tuple(entry.top)))
@@ -166,6 +168,7 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int) -> R
         step_s = clock.host_s - began_s if clock else 0.0
         ran.steps.append(Step(step_s, rows[0], counts))
     if placed is not None:
+        placed.begin_step = begin_step  # type: ignore[method-assign]
         count_up(ran, engine, placed)
     return ran
 
@@ -185,6 +188,8 @@ def count_up(ran: Ran, engine: Engine, placed: PlacedKernels) -> None:
     weights = streamed_weights(runner.model)
     ran.plan = lambda rows: sum(planned_bytes(w, rows[is_head]) for w, is_head in weights)
     ran.host_bytes = sum(placed_bytes(p) for _, p in runner.model.named_parameters())
+    peak_bytes: Any = getattr(hands.accelerator, "peak_bytes")  # noqa: B009
+    ran.activation_peak_bytes = peak_bytes("activations")
     ran.device_bytes = hands.accelerator.taken_bytes("weights")
 
 

@@ -4,12 +4,14 @@ was taken; the last ones that without a mechanism it fails."""
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_checkpoints as files
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lane_harness import (
@@ -17,6 +19,7 @@ from lane_harness import (
     Ran,
     assert_same,
     assert_streamed,
+    drive,
     make_config,
     num_rows,
     place_by,
@@ -25,6 +28,7 @@ from lane_harness import (
 )
 
 from ambidex.config import OffloadConfig
+from ambidex.device.sim import SimDevice
 from ambidex.device.stream import Stream
 from ambidex.engine.engine import Engine
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
@@ -310,3 +314,200 @@ def test_fewer_bits(
         share = ran.host_bytes / full.host_bytes
         assert share == pytest.approx(0.5 if "dtype" in options else 0.28, abs=0.02)
     assert (ran.counts["rows_streamed"] > 0) == (mode in ("stream", "split"))
+
+
+FILES = {
+    # A permutation of the columns, and a codebook, lie beside the rows of each.
+    "gptq-order": (
+        files.gptq(4, 32, symmetric=False, act_order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+    ),
+    "nf4": (
+        files.four_bits("nf4", 64, nested=False),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("mode", ["compute", "stream", "split"])
+def test_quantised_files(
+    sim_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    mode: str,
+) -> None:
+    folder = shutil.copytree(sim_model("llama"), tmp_path / case)
+    files.quantise_folder(folder, *FILES[case])
+    subject = Subject(folder)
+    if mode == "split":
+        place_by(monkeypatch, lambda _, parameter: thirds(parameter))
+        ran = subject.run()
+    else:
+        ran = subject.run(patterns=LAYERS, mode=mode)
+    assert_same(ran, subject.expected)
+    assert (ran.counts["rows_streamed"] > 0) == (mode != "compute")
+    assert (ran.counts["rows_host"] > 0) == (mode != "stream")
+    if mode == "stream":
+        assert_streamed(ran)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_smollm2(smollm2: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model as its file holds it, in low bits, and as numbers."""
+    options: dict[str, Any] = {"dtype": dtype, "cpu_threads": 2}
+    device = SIM.replace("256MiB", "1GiB")
+    expected = run(make_config(smollm2, **options), INPUTS, 4)
+    cases: dict[str, OffloadConfig] = {
+        "resident": OffloadConfig(),
+        "compute": OffloadConfig(patterns=MLPS, mode="compute"),
+        "stream": OffloadConfig(patterns=LAYERS, mode="stream"),
+    }
+    if dtype == "float32":
+        cases = {"split": OffloadConfig()}
+    for name, offload in cases.items():
+        if name == "split":
+            place_by(monkeypatch, lambda _, parameter: thirds(parameter))
+        ran = run(make_config(smollm2, device, offload, **options), INPUTS, 4)
+        assert_same(ran, expected, 4)
+        is_streamed = name in ("stream", "split")
+        assert (ran.counts["rows_streamed"] > 0) == is_streamed, name
+        assert (ran.counts["rows_host"] > 0) == (name not in ("resident", "stream")), name
+        if name == "stream":
+            assert_streamed(ran)
+
+
+INPUTS = prompts((3, 40))
+
+
+# ------------------------------------------------------------------------------------- odd shapes
+
+
+@pytest.mark.parametrize("mode", ["compute", "stream", "split"])
+def test_widths_that_no_unit_divides(sim_model: Callable[..., Path], mode: str) -> None:
+    """A gate of 200 rows above 200 others: neither half is a whole number of panels."""
+    subject = Subject(sim_model("llama", intermediate_size=200, vocab_size=509), dtype="float32")
+    ran = subject.run(patterns=("*",), mode=mode)
+    assert_same(ran, subject.expected)
+
+
+# ------------------------------------------------------------------------------------- failures
+
+
+STREAMS = ["compute", "copy_in", "copy_in_small", "copy_out", "host"]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_without_waiting_it_fails(
+    subjects: Callable[..., Subject],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: str,
+    enforce_eager: bool,
+) -> None:
+    """Every stream's waits matter: without them each request fails, and says so. With them the
+    same engine gives the right tokens again."""
+    subject = subjects("qwen2", dtype="float32")
+    place_by(monkeypatch, lambda _, parameter: thirds(parameter))
+    engine = Engine(
+        make_config(subject.folder, SIM, enforce_eager=enforce_eager, **subject.options)
+    )
+    wait = Stream.wait
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Stream,
+            "wait",
+            lambda self, event: None if self.name == stream else wait(self, event),
+        )
+        broken = drive(engine, prompts(), 8)
+    whole = drive(engine, prompts(), 8, first=100)
+    engine.close()
+    for error in broken.errors:
+        assert error is not None and f"on {stream}" in error
+        assert "an event is missing between them" in error
+    assert_same(whole, subject.expected)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_work_that_fails_once(
+    subjects: Callable[..., Subject],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: str,
+    enforce_eager: bool,
+) -> None:
+    """Wherever something of a step fails, its requests are computed again, and nothing is taken
+    for a weight that was never copied."""
+    subject = subjects("qwen2", dtype="float32")
+    place_by(monkeypatch, lambda _, parameter: thirds(parameter))
+    execute = Stream._execute
+    for number in (0, 17, 60, 100):
+        left = [number]
+
+        def failing(self: Stream, item: Any, left: list[int] = left) -> None:
+            if self.name == stream:
+                if left[0] == 0:
+                    item.work = fail
+                left[0] -= 1
+            execute(self, item)
+
+        with monkeypatch.context() as patch:
+            ran = subject.run(
+                enforce_eager=enforce_eager,
+                prepare=lambda _, patch=patch: patch.setattr(Stream, "_execute", failing),
+            )
+        assert left[0] < 0, "it has failed"
+        assert_same(ran, subject.expected)
+
+
+def fail() -> None:
+    raise RuntimeError("the simulated accelerator has fallen off its bus")
+
+
+def test_without_prefetching_nothing_is_ahead(
+    subjects: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counters come from the mechanism: without it they are zero."""
+    monkeypatch.setattr(Streamer, "_fetch_ahead", lambda self, place: None)
+    subject = subjects("llama", dtype="float32")
+    ran = subject.run(patterns=LAYERS, mode="stream", enforce_eager=True)
+    assert_same(ran, subject.expected)
+    assert ran.counts["prefetched"] == ran.ahead_bytes == 0
+
+
+def test_a_step_as_large_as_the_limit(
+    sim_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is launched than memory holds at a time: it is waited for, and no clock notices."""
+    folder = sim_model("llama", num_hidden_layers=16)
+    limits: dict[str, int] = {"max_num_batched_tokens": 512, "max_model_len": 512}
+    inputs = prompts((500, 3))
+    expected = run(make_config(folder, **limits), inputs, 4)
+    config = make_config(folder, SIM, **limits)
+    at_leisure = run(config, inputs, 4)
+    assert_same(at_leisure, expected, 4)
+    gate, execute, settle = threading.Event(), Stream._execute, SimDevice._settle
+
+    def held(self: Stream, item: Any) -> None:
+        if self.name == "compute":
+            gate.wait(20)
+        execute(self, item)
+
+    def noted(self: SimDevice) -> None:
+        gate.set()
+        settle(self)
+
+    def hold(engine: Engine) -> None:
+        accelerator: Any = engine.lane.hands.accelerator
+        peaks.append(accelerator.ledger.reserved_bytes("activations"))
+        monkeypatch.setattr(Stream, "_execute", held)
+        monkeypatch.setattr(SimDevice, "_settle", noted)
+
+    peaks: list[int] = []
+    ran = run(config, inputs, 4, prepare=hold)
+    assert gate.is_set(), "memory has run out"
+    assert_same(ran, expected, 4)
+    assert [step.seconds for step in ran.steps] == [step.seconds for step in at_leisure.steps]
+    assert 0.8 * peaks[0] < ran.activation_peak_bytes <= peaks[0]
