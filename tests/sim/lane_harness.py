@@ -20,6 +20,7 @@ from ambidex.config import (
     OffloadConfig,
     SchedulerConfig,
 )
+from ambidex.device.sim import SimDevice
 from ambidex.engine.engine import Engine
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
 from ambidex.request import EngineRequest, SamplingParams
@@ -72,12 +73,12 @@ class Ran:
     num_ahead: int = 0
     ring_bytes: int = 0
     num_replays: int = 0
-    num_launches: int = 0
     #: Bytes of a step's streamed weights by its rows.
     plan: Callable[[tuple[int, int]], int] = lambda rows: 0
     host_bytes: int = 0
+    #: The most that the accelerator's accounts took at a time.
     device_bytes: int = 0
-    activation_peak_bytes: int = 0
+    activation_bytes: int = 0
 
     def steady(self, num_tokens: int | None = None) -> list[Step]:
         """Steps that came after a like one; with ``num_tokens``, of as many requests' tokens."""
@@ -175,7 +176,7 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int, firs
 
 def count_up(ran: Ran, engine: Engine, placed: PlacedKernels) -> None:
     hands, runner = engine.lane.hands, engine.lane.runner
-    assert hands.accelerator is not None
+    memory = hands.accelerator if isinstance(hands.accelerator, SimDevice) else None
     ran.counts = placed.counts()
     if placed.streamer is not None:
         ran.wasted_bytes = placed.streamer.num_wasted_bytes
@@ -184,13 +185,12 @@ def count_up(ran: Ran, engine: Engine, placed: PlacedKernels) -> None:
         ran.ring_bytes = placed.streamer.ring_bytes
     if runner.replayer is not None:
         ran.num_replays = runner.replayer.num_replays
-    ran.num_launches = getattr(hands.accelerator, "clock").num_launches  # noqa: B009
     weights = streamed_weights(runner.model)
     ran.plan = lambda rows: sum(planned_bytes(w, rows[is_head]) for w, is_head in weights)
     ran.host_bytes = sum(placed_bytes(p) for _, p in runner.model.named_parameters())
-    peak_bytes: Any = getattr(hands.accelerator, "peak_bytes")  # noqa: B009
-    ran.activation_peak_bytes = peak_bytes("activations")
-    ran.device_bytes = hands.accelerator.taken_bytes("weights")
+    # A third party's device need not count these.
+    for name, account in (("device_bytes", "weights"), ("activation_bytes", "activations")):
+        setattr(ran, name, memory.peak_bytes(account) if memory else 0)
 
 
 def planned_bytes(weight: PlacedWeight, rows: int) -> int:

@@ -510,4 +510,4 @@ def test_a_step_as_large_as_the_limit(
     assert gate.is_set(), "memory has run out"
     assert_same(ran, expected, 4)
     assert [step.seconds for step in ran.steps] == [step.seconds for step in at_leisure.steps]
-    assert 0.8 * peaks[0] < ran.activation_peak_bytes <= peaks[0]
+    assert 0.8 * peaks[0] < ran.activation_bytes <= peaks[0]
