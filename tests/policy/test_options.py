@@ -209,6 +209,7 @@ def test_every_field_of_the_configuration_has_an_option() -> None:
     # The tests above set each field; this one fails when a field is added without one.
     renamed = {"policy": "scheduling_policy", "level": "log_level", "format": "log_format"}
     dests = {option.dest for option in OPTIONS} | {"max_model_len_cap"}
+    dests |= {"prefault"}  # the command decides
     parts = [type(part) for part in (engine("").model, engine("").cache, engine("").scheduler)]
     for part in (*parts, type(engine("").log), ServerConfig):
         for field in dataclasses.fields(part):

@@ -106,7 +106,7 @@ def describe(info: EngineInfo) -> list[str]:
         sizes = {name: size for name, size in memory.accounts.items() if size}
         for name, size in {**sizes, "free": memory.free_bytes}.items():
             rows.append((f"{memory.name}: {name}", format_bytes(size)))
-    rows += [("host memory", line) for line in info.memory_nodes]
+    rows += [("node", line) for line in info.memory_nodes]
     shown = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in shown)
     lines = [f"{name:<{width}}  {value}" for name, value in shown]
