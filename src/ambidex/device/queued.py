@@ -104,6 +104,11 @@ class QueuedKernels:
     def end_step(self) -> None:
         """Nothing goes on after it."""
 
+    @property
+    def rate(self) -> ComputeRate:
+        """How fast the clock lets the calls be."""
+        return self._rate
+
     # ---------------------------------------------------------------- weights, made on the host
 
     def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
@@ -149,12 +154,7 @@ class QueuedKernels:
         it changes; ``read_bytes``: what it reads where that is not all of its operands; ``cost``:
         operations and bytes read, where the step's lengths decide them."""
         read = memory_of(list(operands))
-        for tensor in (*read, *writes):
-            if not self._memory.owns(tensor):
-                raise DeviceError(
-                    f"{name} on {self._memory.name} was given a tensor of shape "
-                    f"{list(tensor.shape)} that lies in another memory."
-                )
+        self._check_memory(name, [*read, *writes])
         made = [self._memory.empty(*output) for output in outputs]
         written = num_bytes(made)
         moved = (num_bytes(read) if read_bytes is None else read_bytes) + written
@@ -181,6 +181,14 @@ class QueuedKernels:
             writes=addresses([*made, *writes]),
         )
         return made
+
+    def _check_memory(self, name: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if not self._memory.owns(tensor):
+                raise DeviceError(
+                    f"{name} on {self._memory.name} was given a tensor of shape "
+                    f"{list(tensor.shape)} that lies in another memory."
+                )
 
     def _like(
         self, name: str, x: Tensor, operands: Sequence[Any], call: Callable[[], Any]
@@ -372,6 +380,53 @@ class QueuedKernels:
             [(tuple(x.shape), x.dtype)],
             3.0 * experts.numel() * rows * columns,
             read_bytes=num_bytes([x]) + share * expert_bytes,
+        )[0]
+
+    def expert_outputs(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Weight | None],
+        down: Sequence[Weight | None],
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """Which experts are None is read when the call runs, and at every replay anew: whoever
+        changes the lists waits for what was launched before."""
+
+        def used() -> list[tuple[int, Weight, Weight]]:
+            ids, counts = experts.unique(return_counts=True)
+            found = []
+            for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
+                first, second = gate_up[expert], down[expert]
+                if first is not None and second is not None:
+                    found.append((count, first, second))
+            return found
+
+        def work() -> Tensor:
+            self._check_memory("expert_outputs", memory_of([item[1:] for item in used()]))
+            return self.inner.expert_outputs(x, gate_up, down, experts, activation)
+
+        def cost() -> tuple[float, float]:
+            flops, read_bytes = 0.0, num_bytes([x, experts])
+            for count, *weights in used():
+                flops += 2.0 * count * sum(math.prod(weight.shape) for weight in weights)
+                read_bytes += sum(weight.num_bytes for weight in weights)
+            return flops, read_bytes
+
+        shape = (*experts.shape, x.shape[1])
+        return self._launch(
+            "expert_outputs", (x, experts), work, [(shape, torch.float32)], cost=cost
+        )[0]
+
+    def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
+        parts = list(parts)
+        num_rows, _, width = parts[0].shape
+        return self._launch(
+            "combine_experts",
+            (parts, weights, experts),
+            lambda: self.inner.combine_experts(parts, weights, experts),
+            [((num_rows, width), torch.float32)],
+            2.0 * parts[0].numel(),
         )[0]
 
 
