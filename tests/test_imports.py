@@ -65,6 +65,7 @@ WITHOUT_TORCH = [
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
+    "ambidex.memory.expert_cache",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
     "ambidex.memory.sizing",

@@ -6,7 +6,10 @@ import fnmatch
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
+from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
+from ambidex.layers.moe import MoE
+from ambidex.memory.expert_cache import expert_capacities
+from ambidex.weights.expert_slots import ExpertSlots, HostExperts
 from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
@@ -64,6 +67,41 @@ def start_streaming(hands: Hands, model: CausalLM, offload: OffloadConfig, max_r
         streamer = Streamer(accelerator, size, offload.is_async)
     placed.set_order(order, streamer)
     return size
+
+
+def start_expert_cache(hands: Hands, model: CausalLM, mode: str, cache_bytes: int) -> int:
+    """Cache experts of the host on the accelerator, in up to ``cache_bytes`` of its free memory;
+    ``mode``: auto, static or off. Returns the bytes taken."""
+    placed, accelerator = hands.placed, hands.accelerator
+    assert placed is not None
+    assert accelerator is not None
+    layers = [
+        HostExperts(
+            module.gate_up.data,
+            [weight.host for weight in module.gate_up.data],
+            [weight.host for weight in module.down.data],
+        )
+        for module in submodules(model)
+        if isinstance(module, MoE)
+        and all(is_on_host(weight) for weight in (*module.gate_up.data, *module.down.data))
+    ]
+    if mode == "off" or not layers:
+        return 0
+    num_experts = min(len(layer.gate_up) for layer in layers)
+    capacities = expert_capacities([layer.slot_bytes for layer in layers], num_experts, cache_bytes)
+    size = ExpertSlots.reserved_bytes(layers, capacities)
+    if size:
+        accelerator.ledger.reserve("weights", "cached experts", size)
+        slots = ExpertSlots(
+            accelerator, placed.host, layers, capacities, is_static=mode == "static"
+        )
+        placed.set_experts(slots)
+    return size
+
+
+def is_on_host(weight: object) -> bool:
+    """Whether the host computes all of a loaded matrix."""
+    return isinstance(weight, PlacedWeight) and weight.resident is None
 
 
 @dataclass(slots=True)
