@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -378,6 +379,18 @@ class NameTable:
             return self._find(name)
         except KeyError:
             return self._find(f"model.{name}")
+
+    def paths(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Which of ``names`` make up each parameter, by path."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            try:
+                target = self.find(name)
+            except KeyError:
+                continue
+            if target is not None:
+                found[target[0]].append(name)
+        return found
 
     def _find(self, name: str) -> tuple[str, str] | None:
         for pattern, target in self._rules:

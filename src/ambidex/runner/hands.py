@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -93,6 +94,11 @@ class HostMemory:
         return torch.empty(shape, dtype=dtype)
 
 
+def available_cpus() -> set[int]:
+    """CPUs that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
     """Make the devices that ``config`` asks for. Raises OptionError."""
     asked = config.device.device
@@ -108,7 +114,12 @@ def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
             finally:
                 single.close()
 
-        accelerator = make_accelerator(asked, measure, ())
+        # A simulated device computes on this machine, too: apart from the host's threads.
+        spare = sorted(available_cpus() - set(plan.cpus)) if plan.cpus else []
+        accelerator = make_accelerator(asked, measure, spare)
+        ledger = accelerator.ledger
+        share = int(ledger.capacity_bytes * config.device.gpu_memory_utilization)
+        ledger.capacity_bytes = min(share, config.device.gpu_memory_limit_bytes or share)
         if config.offload.link_limit_bytes_per_s is not None:
             accelerator.limit_link(config.offload.link_limit_bytes_per_s)
     except BaseException:

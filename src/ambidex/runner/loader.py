@@ -33,7 +33,14 @@ from ambidex.layers.module import BuildContext, NameTable
 from ambidex.layers.rope import rope_bytes
 from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
+from ambidex.memory.sizing import (
+    ASKED_KV_SHARE,
+    DEFAULT_KV_SHARE,
+    GroupSize,
+    least_kv_bytes,
+    resolve_max_model_len,
+    size_kv_cache,
+)
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
@@ -149,7 +156,26 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
-    places = plan_places(config, hands, model, planned, step_bytes(1))
+    graph_rows_wanted = (
+        graph_rows(config.scheduler.max_num_seqs)
+        if hands.accelerator is not None and not config.enforce_eager and config.offload.is_async
+        else []
+    )
+    captured_bytes = graph_bytes(model_values, groups, graph_rows_wanted)
+    group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
+    is_length_given = config.model.max_model_len is not None
+    least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    is_host = hands.accelerator is None
+    beside = captured_bytes + rope_bytes(model)
+    places = plan_places(
+        config,
+        hands,
+        model,
+        table.paths(checkpoint.tensor_names()),
+        planned,
+        step_bytes(1) + beside + least_kv,
+        step_bytes(1),
+    )
     weights = [
         _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1))
         for ledger in hands.ledgers
@@ -157,14 +183,20 @@ def load_lane(
     if places.staging_bytes:
         staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
         weights.append(staging)
+    held_back = (
+        device.ledger.reserve("weights", "cached experts", places.cache_bytes)
+        if places.cache_bytes
+        else None
+    )
     size = size_kv_cache(
-        [GroupSize(group.bytes_per_token, group.window) for group in groups],
-        device.ledger.free_bytes,
+        group_sizes,
+        device.ledger.free_bytes - (0 if is_host else beside),
         step_bytes,
         cache,
         config.scheduler,
         max_model_len,
-        config.model.max_model_len is not None,
+        is_length_given,
+        *(("host memory", DEFAULT_KV_SHARE) if is_host else (device.name, ASKED_KV_SHARE)),
     )
     if size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
@@ -200,13 +232,11 @@ def load_lane(
     replayer: Replayer | GraphReplayer | None = None
     if hands.accelerator is not None:
         # Without copies ahead the host waits within a step, and what waits cannot be captured.
-        if not config.enforce_eager and config.offload.is_async:
-            rows = graph_rows(config.scheduler.max_num_seqs)
-            captured_bytes = graph_bytes(model_values, groups, rows)
+        if graph_rows_wanted:
             device.ledger.reserve("graphs", "captured steps", captured_bytes)
             placed = hands.placed
             assert placed is not None
-            replayer = GraphReplayer(hands.accelerator, placed, model, kv_cache, rows)
+            replayer = GraphReplayer(hands.accelerator, placed, model, kv_cache, graph_rows_wanted)
     elif device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
             cast("NativeKernels", device.kernels),
@@ -216,7 +246,9 @@ def load_lane(
             config.scheduler.max_num_seqs,
         )
     if hands.accelerator is not None:
-        # What nothing else has asked for, but for a little that is reserved when it is needed.
+        if held_back is not None:
+            device.ledger.release(held_back)
+        # And what nothing else has asked for, but for a little that is reserved at first use.
         cache_bytes = device.ledger.free_bytes * 7 // 8
         start_expert_cache(hands, model, config.offload.moe_expert_cache, cache_bytes)
     runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from ambidex.errors import OutOfMemory
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
 from ambidex.layers.moe import MoE
 from ambidex.memory.expert_cache import expert_capacities
+from ambidex.memory.placement import (
+    ModuleSize,
+    Placement,
+    PlacementPlan,
+    Rates,
+    WeightKind,
+    WeightPlace,
+    describe,
+    plan_placement,
+)
+from ambidex.memory.split import streamed_rows
 from ambidex.weights.expert_slots import ExpertSlots, HostExperts
 from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
@@ -17,6 +32,11 @@ if TYPE_CHECKING:
     from ambidex.config import EngineConfig, OffloadConfig
     from ambidex.models.registry import CausalLM
     from ambidex.runner.hands import Hands
+
+logger = logging.getLogger(__name__)
+
+#: This part of the accelerator's memory is for copies of experts, where some are on the host.
+CACHE_DIVISOR = 10
 
 
 def placed_weights(model: CausalLM) -> list[Ordered]:
@@ -75,15 +95,16 @@ def start_expert_cache(hands: Hands, model: CausalLM, mode: str, cache_bytes: in
     placed, accelerator = hands.placed, hands.accelerator
     assert placed is not None
     assert accelerator is not None
+    order = {id(parameter): i for i, (_, parameter) in enumerate(model.named_parameters())}
+    mixtures = [module for module in submodules(model) if isinstance(module, MoE)]
     layers = [
         HostExperts(
             module.gate_up.data,
             [weight.host for weight in module.gate_up.data],
             [weight.host for weight in module.down.data],
         )
-        for module in submodules(model)
-        if isinstance(module, MoE)
-        and all(is_on_host(weight) for weight in (*module.gate_up.data, *module.down.data))
+        for module in sorted(mixtures, key=lambda module: order[id(module.gate_up)])
+        if all(is_on_host(weight) for weight in (*module.gate_up.data, *module.down.data))
     ]
     if mode == "off" or not layers:
         return 0
@@ -113,42 +134,123 @@ class Places:
     num_bytes: dict[str, int]
     staging_bytes: int
     notes: list[str]
+    #: Of the accelerator's memory, for copies of the host's experts.
+    cache_bytes: int = 0
 
 
 def plan_places(
-    config: EngineConfig, hands: Hands, model: CausalLM, sizes: dict[str, int], step_bytes: int
+    config: EngineConfig,
+    hands: Hands,
+    model: CausalLM,
+    names: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, int],
+    other_bytes: int,
+    host_other_bytes: int,
 ) -> Places:
-    """Decide where weights go."""
-    host, total = hands.host.ledger.name, sum(sizes.values())
-    if hands.accelerator is None:
-        return Places({}, {host: total}, 0, [])
-    places, on_host = {}, 0
-    groups: dict[str, int] = {}
-    offload = config.offload
-    for path, parameter in model.named_parameters():
-        if not isinstance(parameter, Matrix | Experts):
-            continue
-        if any(fnmatch.fnmatch(path, pattern) for pattern in offload.patterns):
-            rows = parameter.shape[0] // (2 if getattr(parameter, "is_paired", False) else 1)
-            place = _place(offload.mode, rows, isinstance(parameter, Experts | Table))
-            places[path] = place
-            on_host += sizes[path] - sizes[path] * place.resident_rows // rows
-            groups[group_of(path)] = groups.get(group_of(path), 0) + sizes[path]
-    staging = ring_groups(offload) * max(groups.values(), default=0)
-    if offload.mode == "compute":
-        staging = 0
-    device = hands.accelerator.ledger.name
-    return Places(places, {host: on_host, device: total - on_host}, staging, [])
+    """Decide where weights go. ``names``: of the checkpoint, by path; ``sizes``: bytes by path;
+    ``other_bytes``: what the lane's own memory needs beside weights and staging, and
+    ``host_other_bytes`` the host's. Raises OutOfMemory and OptionError."""
+    host, total = hands.host.ledger, sum(sizes.values())
+    accelerator = hands.accelerator
+    if accelerator is None:
+        return Places({}, {host.name: total}, 0, [])
+    rate, host_rate = accelerator.rate, accelerator.host_rate(hands.host.num_threads)
+    rates = Rates(
+        link_bytes_per_s=accelerator.link.bytes_per_s,
+        host_bytes_per_s=host_rate.bytes_per_s,
+        host_flops=host_rate.flops,
+        device_bytes_per_s=rate.bytes_per_s,
+        device_flops=rate.flops,
+    )
+    parameters = dict(model.named_parameters())
+    modules = [
+        ModuleSize(path, sizes[path], _num_rows(parameter), _kind(parameter), tuple(names[path]))
+        for path, parameter in parameters.items()
+    ]
+    budget = max(accelerator.ledger.free_bytes - other_bytes, 0)
+    host_budget = max(host.free_bytes - host_other_bytes, 0)
+    share = accelerator.ledger.capacity_bytes // CACHE_DIVISOR
+    plan, cache_bytes = plan_with_cache(
+        modules,
+        lambda num_bytes: plan_placement(modules, num_bytes, host_budget, config.offload, rates),
+        budget,
+        share,
+        config.offload.moe_expert_cache,
+    )
+    places = {
+        path: _place(place, parameters[path], sizes[path], rates)
+        for path, place in plan.places.items()
+        if place.placement is not Placement.RESIDENT
+    }
+    num_bytes = {host.name: plan.host_bytes, accelerator.ledger.name: plan.device_bytes}
+    for line in describe(plan):
+        logger.info("%s", line)
+    notes = [*plan.notes, *plan.warnings]
+    return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
 
 
-def _place(mode: str, rows: int, is_whole: bool) -> Place:
-    if mode == "stream" and not is_whole:
+def plan_with_cache(
+    modules: Sequence[ModuleSize],
+    plan_within: Callable[[int], PlacementPlan],
+    budget: int,
+    share: int,
+    mode: str,
+) -> tuple[PlacementPlan, int]:
+    """A plan for ``budget`` bytes, and what of them is for copies of the host's experts: up to
+    ``share``.
+
+    Where a plan leaves less, and ``mode`` is auto, more experts leave the accelerator to make room:
+    a cache of those that are used most serves more tokens than experts of some layers. Other
+    weights stay where they are.
+    """
+    plan = plan_within(budget)
+    experts = [module for module in modules if module.is_expert]
+    if mode == "off" or not _host_bytes(plan, experts):
+        return plan, 0
+    if mode == "auto":
+        others = [module.path for module in modules if not module.is_expert]
+        with contextlib.suppress(OutOfMemory):  # What was asked for allows of no less.
+            smaller = plan_within(max(budget - share, 0))
+            if all(smaller.places[path] == plan.places[path] for path in others):
+                plan = smaller
+    left = budget - plan.device_bytes - plan.staging_bytes
+    return plan, min(share, left, _host_bytes(plan, experts))
+
+
+def _host_bytes(plan: PlacementPlan, modules: Sequence[ModuleSize]) -> int:
+    """Of weights that are as a whole in one memory."""
+    places = plan.places
+    on_host = (m for m in modules if places[m.path].placement is not Placement.RESIDENT)
+    return sum(module.num_bytes for module in on_host)
+
+
+def _num_rows(parameter: Parameter) -> int:
+    """Outputs; those of a gate and what it is multiplied with are counted once."""
+    paired = isinstance(parameter, Matrix) and parameter.is_paired
+    return parameter.shape[0] // (2 if paired else 1)
+
+
+def _kind(parameter: Parameter) -> WeightKind:
+    if isinstance(parameter, Experts):
+        return WeightKind.EXPERTS
+    if isinstance(parameter, Table):
+        return WeightKind.TIED if parameter.has_head else WeightKind.TABLE
+    return WeightKind.MATRIX if isinstance(parameter, Matrix) else WeightKind.VECTOR
+
+
+def _place(place: WeightPlace, parameter: Parameter, num_bytes: int, rates: Rates) -> Place:
+    rows = _num_rows(parameter)
+    if place.placement is Placement.STREAM:
         return Place(0, lambda _: rows)
-    if mode == "split" and not is_whole:
-        resident = rows // 3 // 64 * 64
-        half = (rows - resident) // 2 // 64 * 64
-        return Place(resident, lambda _: half)
-    return Place(0, lambda _: 0)
+    if place.placement is Placement.HOST:
+        return Place(0, lambda _: 0)
+    on_host = rows - place.resident_rows
+    row_bytes = num_bytes / rows
+    row_flops = 2.0 * math.prod(parameter.shape) / rows
+    return Place(
+        place.resident_rows,
+        lambda num_tokens: streamed_rows(num_tokens, on_host, row_bytes, row_flops, rates),
+    )
 
 
 def place_parameters(model: CausalLM, places: dict[str, Place]) -> None:
