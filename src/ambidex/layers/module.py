@@ -213,6 +213,11 @@ class Matrix(Parameter):
         self.place: Place | None = None
 
     @property
+    def num_bytes(self) -> int:
+        rows, columns = self.shape
+        return self._kernels.packed_bytes((rows, columns), self.dtype)
+
+    @property
     def is_paired(self) -> bool:
         """A gate above what it is multiplied with: row i of both makes one output."""
         return list(self.parts) == ["gate", "up"]
@@ -292,11 +297,16 @@ class Experts(Parameter):
         }
         super().__init__((num_experts * shape[0], shape[1]), dtype, names, (num_experts, *shape))
         self._kernels = kernels
+        self._expert_shape = shape
         self._expert_parts = tuple(parts)
         self._waiting: dict[str, Tensor | Quantized] = {}
         self.data = [None] * num_experts
         #: Where all of them go; None: to the kernels' own memory.
         self.place: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) * self._kernels.packed_bytes(self._expert_shape, self.dtype)
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
