@@ -162,7 +162,7 @@ class SimDevice:
         self.copy_in = Stream("copy_in", self.clock)
         self.copy_in_small = Stream("copy_in_small", self.clock)
         self.copy_out = Stream("copy_out", self.clock)
-        self._streams = (self.copy_in, self.copy_in_small, self.compute, self.copy_out)
+        self._streams = [self.copy_in, self.copy_in_small, self.compute, self.copy_out]
         self._kernels = QueuedKernels(
             self._host.kernels, self.compute, self, self.rate, f"simulated ({EXAMPLE})"
         )
@@ -178,7 +178,9 @@ class SimDevice:
 
     def new_stream(self, name: str, prepare: Callable[[], None]) -> Stream:
         """A stream of the host's work, on this device's clock."""
-        return Stream(name, self.clock, prepare)
+        stream = Stream(name, self.clock, prepare)
+        self._streams.append(stream)
+        return stream
 
     def host_rate(self, num_threads: int) -> ComputeRate:
         """What that many threads of the host reach, for this device's clock."""

@@ -290,16 +290,17 @@ class Stream:
         start_s = max(self._now_s, item.submitted_s)
         if not self.clock.is_virtual:
             start_s = max(start_s, self.clock.now_s() - _SLEEP_RESOLUTION_S)
+        seconds = 0.0
         try:
             # After an error nothing runs until the host has seen it.
             if self._error is None:
                 self.clock.hazards.check(item.name, item.access)
                 item.work()
+                seconds = item.seconds() if callable(item.seconds) else item.seconds
         except BaseException as error:
             self._error = error
         finally:
             self.clock.hazards.done(item.access)
-        seconds = item.seconds if isinstance(item.seconds, float) else item.seconds()
         if self.throttle is not None and item.num_bytes:
             seconds = self.throttle.seconds(item.num_bytes, start_s, seconds)
         self._now_s = start_s + seconds
