@@ -23,6 +23,7 @@ from ambidex.config import (
 )
 from ambidex.engine.engine import Engine
 from ambidex.kernels.native import NativeKernels
+from ambidex.memory import expert_cache
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner import loader
 from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
@@ -56,7 +57,7 @@ def make_config(
     """``mode``: of the cache; None: the CPU lane."""
     device = DeviceConfig("sim:memory=128MiB,core_bandwidth=10GB/s,core_flops=50G,speed=4")
     return EngineConfig(
-        model=ModelConfig(str(folder), max_model_len=320, dtype="float32", **model),
+        model=ModelConfig(str(folder), max_model_len=320, **model),
         cache=CacheConfig(kv_cache_bytes=8 << 20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
         device=DeviceConfig() if mode is None else device,
@@ -112,7 +113,7 @@ def generate(engine: Engine, num_prompts: int, num_tokens: int) -> Run:
     return run
 
 
-def run_once(config: EngineConfig, num_prompts: int = 3, num_tokens: int = 30) -> Run:
+def run_once(config: EngineConfig, num_prompts: int = 3, num_tokens: int = 40) -> Run:
     with opened(config) as engine:
         return generate(engine, num_prompts, num_tokens)
 
@@ -203,14 +204,19 @@ def test_the_cpu_lanes_bits(
     tiny_model: Callable[[str], Path],
     room_for: Callable[[float], None],
     watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     mode: str,
     is_eager: bool,
     quantization: str | None,
 ) -> None:
+    # Changes as often as there can be some.
+    monkeypatch.setattr(expert_cache, "HYSTERESIS", 1.0)
+    monkeypatch.setattr(expert_cache, "LEAST_USES", 0.1)
+    monkeypatch.setattr(expert_cache, "DECAY", 0.8)
     folder, model = tiny_model(kind), {"quantization": quantization}
     ours = run_once(make_config(folder, None, **model))
-    room_for(2.5)
+    room_for(1.5)
     run = run_once(make_config(folder, mode, is_eager, **model))
     assert run.trace == ours.trace
     assert bool(run.num_replays) != is_eager
@@ -226,13 +232,13 @@ def test_the_cpu_lanes_bits(
         assert len(calls) == len(others) > 20
         for of_device, of_host in zip(calls, others, strict=True):
             assert of_device == everyone - of_host
-            assert len(of_device) <= 3
+            assert len(of_device) <= 2
         caches.update(calls)
     swaps = run.counts["expert_swaps"]
     assert swaps == watch.num_changes
     if mode == "static":
         assert swaps == run.counts["expert_bytes"] == 0
-        assert caches == {frozenset({0, 1}), frozenset({0, 1, 2})}
+        assert caches == {frozenset({0}), frozenset({0, 1})}
     else:
         assert swaps > 0 and len(caches) > 2
 
@@ -279,6 +285,9 @@ def skewed(folder: Path, target: Path) -> Path:
         if name.endswith("mlp.gate.weight"):
             tensor[:4] = 0.0
             tensor[5], tensor[7] = -tensor[4], -tensor[6]
+        if name.endswith("embed_tokens.weight"):
+            # The token of rows of no request is all zero, to which all experts are alike.
+            tensor[0] = tensor[1]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -317,18 +326,18 @@ def test_a_copy_travels_for_a_step(
     folder = skewed(tiny_model("qwen3_moe"), tmp_path / "skewed")
     room_for(4)
     with opened(make_config(folder, "auto")) as engine:
-        generate(engine, 3, 80)
+        swaps = generate(engine, 2, 80).counts["expert_swaps"]
         spans = [
             span
             for span in engine.lane.hands.accelerator.clock.timeline  # type: ignore[union-attr]
             if span.name == "expert"
         ]
-    sizes = [len(cached) for cached in watch.on_device[0]]
-    assert set(sizes) == {3, 4}
+    sizes = [len(cached) for calls in watch.on_device.values() for cached in calls]
     # Each swap leaves a slot without an expert for one step.
-    assert sizes.count(3) == 4
+    assert set(sizes) == {3, 4}
+    assert sizes.count(3) == swaps > 0
     # Two matrices each; the first experts, then the others.
-    assert len(spans) == 2 * (4 + 4) * NUM_LAYERS
+    assert len(spans) == 2 * (4 * NUM_LAYERS + swaps)
     assert {span.stream for span in spans} == {"copy_in"}
 
 
@@ -387,7 +396,7 @@ def test_a_failed_step_leaves_the_cache_whole(
             return combine(parts, weights, experts)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(inner, "combine_experts", failing)
-        run = generate(engine, 3, 30)
+        run = generate(engine, 3, 40)
     assert len(calls) > 33
     assert run.trace == ours.trace
     assert run.counts["expert_swaps"] > 0
