@@ -24,8 +24,17 @@ from ambidex.config import (
 from ambidex.engine.engine import Engine
 from ambidex.kernels.native import NativeKernels
 from ambidex.memory import expert_cache
+from ambidex.memory.placement import (
+    ModuleSize,
+    Placement,
+    PlacementPlan,
+    Rates,
+    WeightKind,
+    plan_placement,
+)
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner import loader
+from ambidex.runner.placing import plan_with_cache
 from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
 from ambidex.weights.placed import PlacedKernels
 
@@ -373,6 +382,57 @@ def test_no_room_no_cache(
     run = run_once(make_config(tiny_model("qwen3_moe"), "auto"))
     assert sorted(map(len, run.cached)) == [0, 1]
     assert run.trace == run_once(make_config(tiny_model("qwen3_moe"), None)).trace
+
+
+def plan_mixture(budget: int, cache: str, **offload: Any) -> tuple[PlacementPlan, int]:
+    """Four layers of 100 bytes beside 1,200 of experts; up to 500 bytes are for a cache."""
+    modules = []
+    for layer in range(4):
+        modules.append(ModuleSize(f"layers.{layer}.attention.qkv.weight", 100, 64))
+        for name, size in (("gate_up", 800), ("down", 400)):
+            path = f"layers.{layer}.mlp.{name}"
+            modules.append(ModuleSize(path, size, 64, WeightKind.EXPERTS))
+    asked, rates = OffloadConfig(**offload), Rates(4e9, 10e9, 50e9, 40e9, 200e9)
+    return plan_with_cache(
+        modules,
+        lambda num_bytes: plan_placement(modules, num_bytes, 1 << 20, asked, rates),
+        budget,
+        500,
+        cache,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "mode", "device_bytes", "cache_bytes"),
+    [
+        # Two layers' experts fit, and 200 bytes more; or one layer's, and a cache.
+        (3000, "auto", 1600, 500),
+        (3000, "static", 2800, 200),
+        (3000, "off", 2800, 0),
+        # Everything fits.
+        (5200, "auto", 5200, 0),
+        # No experts are left that could make room: the rest stays where it is.
+        (500, "auto", 400, 100),
+        # There is room enough.
+        (2200, "auto", 1600, 500),
+    ],
+)
+def test_room_for_the_cache(budget: int, mode: str, device_bytes: int, cache_bytes: int) -> None:
+    plan, num_bytes = plan_mixture(budget, mode)
+    assert (plan.device_bytes, num_bytes) == (device_bytes, cache_bytes)
+    assert num_bytes <= budget - plan.device_bytes
+    assert all(
+        place.placement is Placement.RESIDENT
+        for path, place in plan.places.items()
+        if "attention" in path
+    )
+
+
+def test_no_more_leaves_than_was_asked_for() -> None:
+    plan, num_bytes = plan_mixture(4100, "auto", patterns=("layers.0.mlp",), mode="compute")
+    assert (plan.device_bytes, num_bytes) == (4000, 100)
+    plan, num_bytes = plan_mixture(9000, "auto", patterns=("layers.0.mlp",), mode="compute")
+    assert (plan.device_bytes, num_bytes) == (4000, 500)
 
 
 def test_a_failed_step_leaves_the_cache_whole(

@@ -369,17 +369,12 @@ class QueuedKernels:
         experts: Tensor,
         activation: str,
     ) -> Tensor:
-        rows, columns = gate_up[0].shape
-        # At most as many experts as there are choices are read.
-        share = min(1.0, experts.numel() / len(gate_up))
-        expert_bytes = num_bytes(memory_of([list(gate_up), list(down)]))
         return self._launch(
             "moe",
             (x, list(gate_up), list(down), weights, experts),
             lambda: self.inner.moe(x, gate_up, down, weights, experts, activation),
             [(tuple(x.shape), x.dtype)],
-            3.0 * experts.numel() * rows * columns,
-            read_bytes=num_bytes([x]) + share * expert_bytes,
+            cost=lambda: _cost_of(_used(gate_up, down, experts), x),
         )[0]
 
     def expert_outputs(
@@ -393,29 +388,18 @@ class QueuedKernels:
         """Which experts are None is read when the call runs, and at every replay anew: whoever
         changes the lists waits for what was launched before."""
 
-        def used() -> list[tuple[int, Weight, Weight]]:
-            ids, counts = experts.unique(return_counts=True)
-            found = []
-            for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
-                first, second = gate_up[expert], down[expert]
-                if first is not None and second is not None:
-                    found.append((count, first, second))
-            return found
-
         def work() -> Tensor:
-            self._check_memory("expert_outputs", memory_of([item[1:] for item in used()]))
+            used = [pair for _, *pair in _used(gate_up, down, experts)]
+            self._check_memory("expert_outputs", memory_of(used))
             return self.inner.expert_outputs(x, gate_up, down, experts, activation)
-
-        def cost() -> tuple[float, float]:
-            flops, read_bytes = 0.0, num_bytes([x, experts])
-            for count, *weights in used():
-                flops += 2.0 * count * sum(math.prod(weight.shape) for weight in weights)
-                read_bytes += sum(weight.num_bytes for weight in weights)
-            return flops, read_bytes
 
         shape = (*experts.shape, x.shape[1])
         return self._launch(
-            "expert_outputs", (x, experts), work, [(shape, torch.float32)], cost=cost
+            "expert_outputs",
+            (x, experts),
+            work,
+            [(shape, torch.float32)],
+            cost=lambda: _cost_of(_used(gate_up, down, experts), x),
         )[0]
 
     def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
@@ -428,6 +412,28 @@ class QueuedKernels:
             [((num_rows, width), torch.float32)],
             2.0 * parts[0].numel(),
         )[0]
+
+
+def _used(
+    gate_up: Sequence[Weight | None], down: Sequence[Weight | None], experts: Tensor
+) -> list[tuple[int, Weight, Weight]]:
+    """Of the experts that are chosen and here: by how many rows, and their matrices."""
+    ids, counts = experts.unique(return_counts=True)
+    found = []
+    for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        first, second = gate_up[expert], down[expert]
+        if first is not None and second is not None:
+            found.append((count, first, second))
+    return found
+
+
+def _cost_of(used: Sequence[tuple[int, Weight, Weight]], x: Tensor) -> tuple[float, float]:
+    """Operations and bytes read: an expert's matrices once, whatever the number of its rows."""
+    flops, read_bytes = 0.0, num_bytes([x])
+    for count, *weights in used:
+        flops += 2.0 * count * sum(math.prod(weight.shape) for weight in weights)
+        read_bytes += sum(weight.num_bytes for weight in weights)
+    return flops, read_bytes
 
 
 def _scores(metadata: AttentionMetadata) -> int:
