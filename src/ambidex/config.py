@@ -99,6 +99,9 @@ class CacheConfig:
     kv_cache_bytes: int | None = None
     #: Overrides the sizing; blocks of ``block_size`` tokens.
     num_blocks: int | None = None
+    #: Take its memory from the system at start, so that a server that is ready has it. Not for
+    #: one answer, which would wait for it.
+    prefault: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,35 +116,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceConfig:
-    """The accelerator, and how much of its memory is ours."""
-
-    #: auto | cpu | sim[:key=value,...] | a third party's name[:...].
-    device: str = "auto"
-    #: Of the accelerator's memory, for this process.
-    gpu_memory_utilization: float = 0.92
-    gpu_memory_limit_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """Which weights may leave the accelerator, and what becomes of them."""
-
-    #: None: decided by what fits; 0: forbidden.
-    cpu_offload_bytes: int | None = None
-    patterns: tuple[str, ...] = ()
-    #: auto | stream | compute | split.
-    mode: str = "auto"
-    is_async: bool = True
-    #: None: 1.
-    prefetch_step: int | None = None
-    link_limit_bytes_per_s: float | None = None
-    compress: bool = False
-    #: auto | static | off.
-    moe_expert_cache: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
 class LogConfig:
     #: DEBUG | INFO | WARNING | ERROR
     level: str = "INFO"
@@ -152,15 +126,53 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where the model computes, and how much of the accelerator's memory may be taken."""
+
+    #: auto | cpu | sim[:key=value,...] | the name of a device that a package adds, [:...] too.
+    device: str = "auto"
+    #: Of the accelerator's memory, for this process.
+    gpu_memory_utilization: float = 0.92
+    #: The same in bytes; the smaller of the two counts.
+    gpu_memory_limit_bytes: int | None = None
+
+    @property
+    def names_accelerator(self) -> bool:
+        """Whether something else than the CPU was asked for; ``auto`` is the CPU so far."""
+        return self.device.partition(":")[0] not in ("auto", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Which weights stay in host memory beside an accelerator, and what happens with them."""
+
+    #: None: decided by what fits; 0: forbidden.
+    cpu_offload_bytes: int | None = None
+    #: Which weights may go (see ``memory.weight_patterns``); empty: all.
+    patterns: tuple[str, ...] = ()
+    #: auto | stream (copied to the accelerator) | compute (by the CPU) | split (both).
+    mode: str = "auto"
+    #: Copy ahead of use, beside the computation.
+    is_async: bool = True
+    #: Layers copied ahead; None: 1.
+    prefetch_step: int | None = None
+    link_limit_bytes_per_s: float | None = None
+    #: Compress what is streamed, where that is faster.
+    compress: bool = False
+    #: auto | static (chosen once, for reproducible runs) | off.
+    moe_expert_cache: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that the engine process needs."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    log: LogConfig = field(default_factory=LogConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
     #: Compute every step call by call instead of replaying a recorded one.

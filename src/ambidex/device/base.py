@@ -21,6 +21,10 @@ class Event(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether the work before it failed, or it belongs to a graph that was not replayed."""
+
     def wait(self) -> None:
         """Block the host until it is reached. Raises what the work before it raised."""
 
@@ -49,11 +53,11 @@ class Stream(Protocol):
         work: Callable[[], None],
         seconds: float | Callable[[], float],
         num_bytes: int = 0,
-        reads: Sequence[tuple[int, int]] = (),
-        writes: Sequence[tuple[int, int]] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
     ) -> None:
         """Queue ``work``; ``seconds`` is what a simulated clock lets it take, ``num_bytes`` what it
-        moves over a link, ``reads`` and ``writes`` are the addresses that it touches."""
+        moves over a link, ``reads`` and ``writes`` are the memory that it touches."""
 
     def close(self) -> None:
         """End it, after what was launched."""
@@ -97,6 +101,14 @@ class Device(Protocol):
     def to_host(self, tensor: Tensor) -> Tensor:
         """``tensor`` in the host's memory, once it has been computed; itself where it is there."""
 
+    def measure(self) -> None:
+        """Ask anew what the memory offers: the ledger's capacity becomes what is reserved and what
+        is free. To be called while all that is reserved is really held."""
+
+    def prefault(self, tensors: Sequence[Tensor]) -> None:
+        """Take the memory of ``tensors`` now, if that would happen when they are first used; what
+        is in them stays. Raises OutOfMemory where it is not there any more."""
+
     def prepare_thread(self) -> None:
         """Called once in the thread that will run this device's lane."""
 
@@ -112,6 +124,8 @@ class Accelerator(Device, Protocol):
     """A device with a memory of its own, at the end of a link, that computes while the host does
     something else."""
 
+    #: The host's NUMA node that it is near to; None: unknown.
+    node: int | None
     #: What it reaches, and what the link to it does in each direction.
     rate: ComputeRate
     link: LinkRate

@@ -13,7 +13,6 @@ from ambidex.errors import DeviceError
 
 if TYPE_CHECKING:
     from ambidex.device.base import Stream
-    from ambidex.device.stream import Range
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Kernels, Weight
@@ -52,17 +51,6 @@ def memory_of(operand: Any) -> list[Tensor]:
 
     operand.moved(note)
     return found
-
-
-def addresses(tensors: Iterable[Tensor]) -> list[Range]:
-    """The ranges of addresses that ``tensors`` lie in, from their first to their last byte."""
-    ranges = []
-    for tensor in tensors:
-        if tensor.numel():
-            first = tensor.data_ptr()
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges.append((first, first + (last + 1) * tensor.itemsize))
-    return ranges
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -132,6 +120,9 @@ class QueuedKernels:
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
         return self.inner.unpack_gguf(name, type_name, rows, columns)
 
+    def compress_words(self, words: Tensor, unit_words: int, max_bytes: int) -> Tensor | None:
+        return self.inner.compress_words(words, unit_words, max_bytes)
+
     def kv_layout(
         self, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -177,8 +168,8 @@ class QueuedKernels:
             name,
             work,
             self._rate.seconds(flops, moved) if cost is None else seconds,
-            reads=addresses(read),
-            writes=addresses([*made, *writes]),
+            reads=read,
+            writes=[*made, *writes],
         )
         return made
 
@@ -303,14 +294,16 @@ class QueuedKernels:
     def rope(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        rows = len(positions) * (cos.shape[1] * cos.itemsize + sin.shape[1] * sin.itemsize)
         turned = self._launch(
             "rope",
-            (query, key, positions),
+            (query, key, positions, cos, sin),
             # It may work in place: query and key are parts of the projection's result, which
             # nobody else reads.
             lambda: self.inner.rope(query, key, cos, sin, positions),
             [(tuple(query.shape), query.dtype), (tuple(key.shape), key.dtype)],
             writes=(query, key),
+            read_bytes=num_bytes([query, key, positions]) + rows,
         )
         return turned[0], turned[1]
 
@@ -345,6 +338,15 @@ class QueuedKernels:
                 num_bytes([query]) + kv_bytes(cache, metadata),
             ),
         )[0]
+
+    def decompress_words(self, payload: Tensor, num_words: int, out: Tensor) -> None:
+        self._launch(
+            "decompress_words",
+            (payload,),
+            lambda: self.inner.decompress_words(payload, num_words, out),
+            [],
+            writes=(out,),
+        )
 
     def route_experts(
         self, router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True

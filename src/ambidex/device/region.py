@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
+import sys
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ from ambidex.memory.ledger import Ledger, format_bytes
 #: What GPUs align allocations to.
 ALIGNMENT = 256
 _SLACK_BYTES = 16 << 20
+#: Python knows its name since 3.13.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class _Held(np.ndarray):
@@ -37,8 +40,15 @@ class Region:
         # Room for alignment and gaps: what is capped is the bytes that tensors take.
         size_bytes = ledger.capacity_bytes + max(ledger.capacity_bytes // 8, _SLACK_BYTES)
         # Not backed by anything until it is written.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = np.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), np.uint8)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        try:
+            area = mmap.mmap(-1, size_bytes, flags=flags)
+        except OSError as error:
+            raise OutOfMemory(
+                f"The system gives this process no {format_bytes(size_bytes)} of addresses for "
+                f"{ledger.name} ({error.strerror}). Give it less memory."
+            ) from error
+        self._memory = np.frombuffer(area, np.uint8)
         self._base = self._memory.ctypes.data
         self._end = self._base + size_bytes
         #: Free pieces by offset: [offset, size], neither adjacent nor empty.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ambidex.device.cpu import CPUDevice
-from ambidex.device.queued import QueuedKernels, addresses, num_bytes
+from ambidex.device.queued import QueuedKernels, num_bytes
 from ambidex.device.region import Region
 from ambidex.device.stream import Clock, Event, Graph, Stream
 from ambidex.errors import DeviceError, OptionError, OutOfMemory
@@ -119,6 +119,10 @@ def _clear(tensor: Tensor) -> None:
     tensor.zero_()
 
 
+def _poison(tensor: Tensor) -> None:
+    tensor.view(torch.uint8).fill_(_POISON)
+
+
 def make_sim(settings: str, core_rate: Callable[[], ComputeRate], cpus: Sequence[int]) -> SimDevice:
     """See ``device.registry.Maker``."""
     spec = parse_spec(settings)
@@ -143,6 +147,7 @@ class SimDevice:
         self.name = f"sim:{index}"
         self.ledger = Ledger(self.name, spec.memory_bytes)
         self.num_threads = spec.threads
+        self.node: int | None = None
         #: Sentences that the user should read once.
         self.notes: list[str] = []
         #: What one core of the host reaches, on this device's clock.
@@ -206,15 +211,16 @@ class SimDevice:
             # What was launched ahead holds memory until it has run.
             if account != "activations":
                 raise
-            self.synchronize()
+            self._settle()
             return self._region.empty(shape, dtype, account)
 
     def zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
     ) -> Tensor:
         made = self.empty(shape, dtype, account)
-        self.compute.launch("zeros", lambda: _clear(made), 0.0, writes=addresses([made]))
-        self.compute.synchronize()
+        with self.clock.at_once():
+            self.compute.launch("zeros", lambda: _clear(made), 0.0, writes=[made])
+            self.compute.synchronize()
         return made
 
     def taken_bytes(self, account: str) -> int:
@@ -228,7 +234,8 @@ class SimDevice:
     def copy(
         self, destination: Tensor, source: Tensor, name: str = "copy", *, is_small: bool = False
     ) -> Event:
-        """See ``Accelerator``. Until it is done, what is read from ``destination`` is poison."""
+        """See ``Accelerator``. What is read from ``destination`` before it is done is poison: from
+        now on where nothing else may be using that memory, else from the copy's beginning."""
         inward = self.owns(destination)
         if inward == self.owns(source) and destination.numel():
             raise DeviceError(
@@ -241,9 +248,13 @@ class SimDevice:
         if inward:
             stream = self.copy_in_small if is_small else self.copy_in
         size = num_bytes([source])
+        is_poisoned = self.clock.is_unused(destination)
+        if is_poisoned:
+            _poison(destination)
 
         def work() -> None:
-            destination.view(torch.uint8).fill_(_POISON)
+            if not is_poisoned:
+                _poison(destination)
             destination.copy_(source)
 
         stream.launch(
@@ -251,8 +262,8 @@ class SimDevice:
             work,
             self.link.seconds(size),
             size,
-            reads=addresses([source]),
-            writes=addresses([destination]),
+            reads=[source],
+            writes=[destination],
         )
         return stream.record()
 
@@ -262,19 +273,35 @@ class SimDevice:
         return stored
 
     def write(self, destination: Tensor, source: Tensor) -> None:
-        self.copy_in.wait(self.compute.record())
-        self.copy(destination, source, "write").wait()
+        with self.clock.at_once():
+            self.copy_in.wait(self.compute.record())
+            self.copy(destination, source, "write").wait()
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if not self.owns(tensor) or not tensor.numel():
             return tensor
         on_host = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-        self.copy_out.wait(self.compute.record())
-        self.copy(on_host, tensor, "to_host").wait()
+        with self.clock.at_once():
+            self.copy_out.wait(self.compute.record())
+            self.copy(on_host, tensor, "to_host").wait()
         return on_host
+
+    def measure(self) -> None:
+        """Nothing changes what it offers."""
+
+    def prefault(self, tensors: Sequence[Tensor]) -> None:
+        """Its memory is its own: nothing else can take it."""
 
     def prepare_thread(self) -> None:
         torch.set_num_threads(1)
+
+    def _settle(self) -> None:
+        """Wait until what has been launched is over, without anybody's clock noticing: how far
+        launches are ahead of the arithmetic is this machine's affair."""
+        with self.clock.at_once():
+            events = [stream.record() for stream in self._streams]
+        for event in events:
+            event.settle()
 
     def synchronize(self) -> None:
         errors = []

@@ -11,17 +11,18 @@ the thread sleeps until the modelled end; work whose arithmetic took longer is c
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ambidex.device.hazards import Hazards, Known, Range, learn, ranges_of
 from ambidex.errors import DeviceError
 from ambidex.memory.token_bucket import TokenBucket
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 #: is not that exact. It is made up for by the next event.
 _SLEEP_RESOLUTION_S = 200e-6
 
-Range = tuple[int, int]
 #: What work takes, or how to find out when it runs.
 Seconds = float | Callable[[], float]
 
@@ -63,6 +63,8 @@ class Clock:
         self.num_launches = 0
         self.timeline: deque[Span] = deque(maxlen=100_000)
         self.hazards = Hazards()
+        #: What the host has waited for: everything that it launches comes after it.
+        self.known: Known = {}
         #: What is launched while it is set is captured, not run.
         self.graph: Graph | None = None
 
@@ -73,21 +75,44 @@ class Clock:
     def submitted_s(self) -> float:
         return self.host_s if self.is_virtual else self.now_s()
 
+    def is_unused(self, tensor: Tensor) -> bool:
+        """Whether the host has waited for everything launched that touches ``tensor``."""
+        if self.graph is not None:
+            return False
+        return all(self.hazards.is_unused(item, self.known) for item in ranges_of([tensor]))
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is launched within is run, even while a graph is captured."""
+        graph, self.graph = self.graph, None
+        try:
+            yield
+        finally:
+            self.graph = graph
+
 
 class Event:
     """A point in a stream. ``time_s`` is when it was reached."""
 
-    __slots__ = ("_clock", "_done", "_error", "time_s")
+    __slots__ = ("_clock", "_done", "_error", "is_captured", "known", "time_s")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._done = threading.Event()
         self._error: BaseException | None = None
         self.time_s = 0.0
+        #: What is done when it is reached.
+        self.known: Known = {}
+        #: It belongs to a graph: each replay reaches one of its own.
+        self.is_captured = False
 
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def is_failed(self) -> bool:
+        return self.is_captured or self._error is not None
 
     def complete(self, time_s: float, error: BaseException | None = None) -> None:
         self.time_s = time_s
@@ -96,15 +121,21 @@ class Event:
 
     def reached(self) -> float:
         """Block; the event's time. Raises what the work before it raised."""
-        self._done.wait()
+        self.settle()
         if self._error is not None:
             raise DeviceError(f"The work before an event failed: {self._error}") from self._error
         return self.time_s
 
+    def settle(self) -> None:
+        """Block until the work is really over; to the clocks nobody has waited."""
+        assert not self.is_captured, "an event of a graph is never reached"
+        self._done.wait()
+
     def wait(self) -> None:
         """Block the host until the event is reached. Raises what the work before it raised."""
-        reached_s = self.reached()
-        self._clock.host_s = max(self._clock.host_s, reached_s)
+        self.settle()
+        learn(self._clock.known, self.known)
+        self._clock.host_s = max(self._clock.host_s, self.reached())
 
 
 @dataclass(slots=True)
@@ -113,65 +144,13 @@ class _Launch:
     work: Callable[[], None]
     seconds: Seconds
     num_bytes: int
-    submitted_s: float
-    access: Access
-
-
-@dataclass(slots=True, eq=False)
-class Access:
-    """The memory that a piece of work reads and writes: ranges of addresses."""
-
-    stream: str
     reads: Sequence[Range]
     writes: Sequence[Range]
-    order: int = 0
+    submitted_s: float = 0.0
 
-
-class Hazards:
-    """Finds work that reads or overwrites memory before earlier work on another stream is done.
-
-    On a GPU that is a wrong answer now and then; here it is an error, every time.
-    """
-
-    def __init__(self) -> None:
-        self._order = itertools.count()
-        self._pending: dict[str, dict[int, Access]] = {}
-        self._lock = threading.Lock()
-
-    def submit(self, access: Access) -> None:
-        with self._lock:
-            access.order = next(self._order)
-            self._pending.setdefault(access.stream, {})[access.order] = access
-
-    def check(self, name: str, access: Access) -> None:
-        """Called when the work begins; raises DeviceError."""
-        with self._lock:
-            others = [
-                other
-                for stream, pending in self._pending.items()
-                if stream != access.stream
-                for other in pending.values()
-                if other.order < access.order
-            ]
-        for other in others:
-            if _overlap(access.reads, other.writes):
-                raise DeviceError(
-                    f"{name} on {access.stream} reads memory that {other.stream} has not yet "
-                    "written: an event is missing between them."
-                )
-            if _overlap(access.writes, other.reads) or _overlap(access.writes, other.writes):
-                raise DeviceError(
-                    f"{name} on {access.stream} overwrites memory that {other.stream} still uses: "
-                    "an event is missing between them."
-                )
-
-    def done(self, access: Access) -> None:
-        with self._lock:
-            self._pending[access.stream].pop(access.order, None)
-
-
-def _overlap(first: Iterable[Range], second: Sequence[Range]) -> bool:
-    return any(a < d and c < b for a, b in first for c, d in second)
+    def again(self) -> _Launch:
+        """The same work, to be launched once more."""
+        return replace(self)
 
 
 @dataclass(slots=True)
@@ -182,6 +161,8 @@ class _Wait:
 @dataclass(slots=True)
 class _Record:
     event: Event
+    #: The host looks at errors here, and goes on.
+    is_last: bool = False
 
 
 @dataclass(slots=True)
@@ -203,6 +184,8 @@ class Stream:
     #: When the stream's last work ended.
     _now_s: float = 0.0
     _error: BaseException | None = None
+    #: What is done before that which is launched next; of its own, how much there is.
+    _known: Known = field(default_factory=dict)
 
     def launch(
         self,
@@ -210,34 +193,32 @@ class Stream:
         work: Callable[[], None],
         seconds: Seconds,
         num_bytes: int = 0,
-        reads: Sequence[Range] = (),
-        writes: Sequence[Range] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
     ) -> None:
         """Queue ``work``, which takes ``seconds`` on the clock; ``num_bytes``: what it moves over a
-        link. ``reads`` and ``writes``: addresses that it touches."""
-        access = Access(self.name, reads, writes)
-        self._put(_Launch(name, work, seconds, num_bytes, 0.0, access))
+        link. ``reads`` and ``writes``: the memory that it touches; raises DeviceError where another
+        stream may not be done with that."""
+        self.submit(
+            _Launch(name, work, seconds, num_bytes, ranges_of(reads), ranges_of(writes)),
+        )
 
     def wait(self, event: AnyEvent) -> None:
         """Work launched from now on begins after ``event``."""
-        self._put(_Wait(event))
+        self.submit(_Wait(event))
 
     def record(self) -> Event:
         """An event that is reached when everything launched so far is done."""
         event = Event(self.clock)
-        self._put(_Record(event))
+        self.submit(_Record(event))
         return event
 
     def synchronize(self) -> None:
         """Block the host until everything launched so far is done; raises what it raised, once:
         afterwards the stream can be used again."""
-        event = self.record()
-        try:
-            event.wait()
-        finally:
-            if self._error is not None:
-                self._put(_Record(Event(self.clock)))
-                self._error = None
+        event = Event(self.clock)
+        self.submit(_Record(event, is_last=True))
+        event.wait()
 
     def close(self) -> None:
         """End the thread, after what was launched."""
@@ -246,20 +227,35 @@ class Stream:
             self._thread.join()
             self._thread = None
 
-    def _put(self, item: _Launch | _Wait | _Record) -> None:
+    def submit(self, item: _Launch | _Wait | _Record) -> None:
         if self.clock.graph is not None:
+            if isinstance(item, _Record):
+                item.event.is_captured = True
             self.clock.graph.items.append((self, item))
             return
         if isinstance(item, _Launch):
-            item.submitted_s = self.clock.submitted_s()
-            self.clock.hazards.submit(item.access)
-            self.clock.num_launches += 1
+            self._note(item)
+        elif isinstance(item, _Record):
+            item.event.known = dict(self._known)
+        elif isinstance(item.event, Event):
+            learn(self._known, item.event.known)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"stream-{self.name}", daemon=True
             )
             self._thread.start()
         self._items.put(item)
+
+    def _note(self, item: _Launch) -> None:
+        """Take the time, and find what it should have waited for."""
+        item.submitted_s = self.clock.submitted_s()
+        learn(self._known, self.clock.known)
+        number = self._known.get(self.name, 0) + 1
+        self.clock.hazards.launch(
+            item.name, self.name, number, self._known, self.clock.known, item.reads, item.writes
+        )
+        self._known[self.name] = number
+        self.clock.num_launches += 1
 
     def _run(self) -> None:
         if self.prepare is not None:
@@ -274,7 +270,10 @@ class Stream:
     def _do(self, item: _Launch | _Wait | _Record) -> None:
         if isinstance(item, _Record):
             self._pace(None)
-            item.event.complete(self._now_s, self._error)
+            error = self._error
+            if item.is_last:
+                self._error = None
+            item.event.complete(self._now_s, error)
         elif isinstance(item, _Wait):
             self._wait(item.event)
         else:
@@ -283,8 +282,9 @@ class Stream:
     def _wait(self, event: AnyEvent) -> None:
         try:
             self._now_s = max(self._now_s, event.reached())
-        except DeviceError as error:
-            self._error = self._error or error
+        except BaseException as error:
+            # What failed first, not the events that told of it.
+            self._error = self._error or error.__cause__ or error
 
     def _execute(self, item: _Launch) -> None:
         start_s = max(self._now_s, item.submitted_s)
@@ -294,15 +294,12 @@ class Stream:
         try:
             # After an error nothing runs until the host has seen it.
             if self._error is None:
-                self.clock.hazards.check(item.name, item.access)
                 item.work()
                 seconds = item.seconds() if callable(item.seconds) else item.seconds
+                if self.throttle is not None and item.num_bytes:
+                    seconds = self.throttle.seconds(item.num_bytes, start_s, seconds)
         except BaseException as error:
             self._error = error
-        finally:
-            self.clock.hazards.done(item.access)
-        if self.throttle is not None and item.num_bytes:
-            seconds = self.throttle.seconds(item.num_bytes, start_s, seconds)
         self._now_s = start_s + seconds
         self._pace(item)
         self.busy_s += seconds
@@ -356,10 +353,7 @@ class Graph:
             if isinstance(item, _Record):
                 events[id(item.event)] = stream.record()
             elif isinstance(item, _Launch):
-                access = item.access
-                stream.launch(
-                    item.name, item.work, item.seconds, item.num_bytes, access.reads, access.writes
-                )
+                stream.submit(item.again())
             elif id(item.event) in events:
                 stream.wait(events[id(item.event)])
         self.num_replays += 1

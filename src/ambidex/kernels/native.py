@@ -12,6 +12,7 @@ from torch import Tensor
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.attention import AttentionOps
 from ambidex.kernels.cpu.float_linear import FloatLinearOps, FloatWeight
+from ambidex.kernels.cpu.lossless import LosslessOps
 from ambidex.kernels.cpu.moe import MoEOps
 from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOps
 from ambidex.kernels.cpu.recording import Recorder, Recording
@@ -62,7 +63,9 @@ class StackedWeight:
 Weight = FloatWeight | PackedWeight | StackedWeight
 
 
-class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps, UnpackOps):
+class NativeKernels(
+    QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps, UnpackOps, LosslessOps
+):
     """One lane's table: its threads compute, and it records steps."""
 
     name = "native"
@@ -78,6 +81,9 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         self._recorder: Recorder | None = None
 
     # ---------------------------------------------------------------- rows and memory of results
+
+    def _is_recording(self) -> bool:
+        return self._recorder is not None
 
     def _rows(self, x: Tensor) -> int:
         recorder = self._recorder
@@ -266,6 +272,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         finally:
             self._context.end_recording()
             self._recorder = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory that the threads share, and of what each has for itself. Grows with
+        what is computed; not while something is."""
+        num_bytes: int = self._context.memory_bytes
+        return num_bytes
 
     @property
     def num_runs(self) -> int:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ambidex.kernels.lossless import compress_words, decompress_words  # noqa: F401
 from ambidex.kernels.metadata import (
     COLUMN_PAD,
     PANEL,
@@ -35,26 +36,14 @@ from ambidex.kernels.metadata import (
 from ambidex.kernels.reference_moe import combine_experts as combine_experts
 from ambidex.kernels.reference_moe import route_experts as route_experts
 from ambidex.kernels.reference_plan import make_plan, unit_size
-from ambidex.kernels.reference_weights import (
-    head_bytes as head_bytes,
-)
-from ambidex.kernels.reference_weights import (
-    pack as pack,
-)
-from ambidex.kernels.reference_weights import (
-    pack_head as pack_head,
-)
-from ambidex.kernels.reference_weights import (
-    pack_parts as pack_parts,
-)
-from ambidex.kernels.reference_weights import (
-    pack_table as pack_table,
-)
-from ambidex.kernels.reference_weights import (
-    packed_bytes as packed_bytes,
-)
-from ambidex.kernels.reference_weights import (
-    unpack_gguf as unpack_gguf,
+from ambidex.kernels.reference_weights import (  # noqa: F401
+    head_bytes,
+    pack,
+    pack_head,
+    pack_parts,
+    pack_table,
+    packed_bytes,
+    unpack_gguf,
 )
 
 name = "reference"

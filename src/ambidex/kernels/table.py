@@ -82,6 +82,13 @@ class Kernels(Protocol):
         """Rows of a GGUF block format [rows, bytes a row] uint8; None where ``quant.gguf`` is to
         read them."""
 
+    def compress_words(self, words: Tensor, unit_words: int, max_bytes: int) -> Tensor | None:
+        """``words`` of two bytes without loss, uint8 [n]; None where that would be more than
+        ``max_bytes``. It may be cut at every multiple of ``unit_words``; see ``quant.lossless``."""
+
+    def decompress_words(self, payload: Tensor, num_words: int, out: Tensor) -> None:
+        """Writes the ``num_words`` that :meth:`compress_words` made ``payload`` of to ``out``."""
+
     def linear(
         self,
         x: Tensor,

@@ -47,6 +47,10 @@ class KVCache:
         """A layer's keys and values, as the kernel table lays them out."""
         return self._layers[layer]
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that it is made of."""
+        return [part for layer in self._layers.values() for part in layer]
+
     def group_of(self, layer: int) -> int:
         """Index of the KV group that the layer belongs to."""
         return self._group_of[layer]

@@ -214,6 +214,7 @@ class Matrix(Parameter):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes that it takes in the kernels' layout, which may be padded."""
         rows, columns = self.shape
         return self._kernels.packed_bytes((rows, columns), self.dtype)
 
@@ -297,16 +298,16 @@ class Experts(Parameter):
         }
         super().__init__((num_experts * shape[0], shape[1]), dtype, names, (num_experts, *shape))
         self._kernels = kernels
-        self._expert_shape = shape
         self._expert_parts = tuple(parts)
         self._waiting: dict[str, Tensor | Quantized] = {}
+        self._matrix_bytes = kernels.packed_bytes(shape, dtype)
         self.data = [None] * num_experts
         #: Where all of them go; None: to the kernels' own memory.
         self.place: Place | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data) * self._kernels.packed_bytes(self._expert_shape, self.dtype)
+        return len(self.data) * self._matrix_bytes
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized

@@ -38,6 +38,11 @@ class Rope(Module):
         """Bytes of the device's memory that its tables take."""
         return 2 * 4 * self._shape[0] * self._shape[1]
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [positions, width] float32 each."""
+        return self._cos, self._sin
+
     def prepare(self, max_position: int) -> None:
         """Fill in the tables up to ``max_position``; a step that is replayed needs this before."""
         if not self._cos.numel():

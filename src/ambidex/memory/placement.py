@@ -9,7 +9,7 @@ leave first is in ``weight_places.py``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ambidex.config import OffloadConfig
@@ -53,6 +53,8 @@ class PlacementPlan:
     mode: str
     #: What ``--cpu-offload-gb`` asked for; None: decided by patterns, or by what fits.
     asked_bytes: int | None
+    #: What ``--offload-layers`` asked for.
+    patterns: tuple[str, ...]
     #: Weights on the device, staging apart.
     device_bytes: int
     #: Weights on the host.
@@ -60,9 +62,9 @@ class PlacementPlan:
     #: Of them: copied to the device in every step, and left to the CPU; SPLIT is in neither.
     streamed_bytes: int
     computed_bytes: int
-    #: The ring that streamed weights are copied into.
-    staging_buffers: int
-    staging_buffer_bytes: int
+    #: The ring that streamed weights are copied into: layers, and bytes of the largest.
+    ring_layers: int
+    ring_layer_bytes: int
     device_budget_bytes: int
     #: Sentences for the start-up text.
     notes: tuple[str, ...] = ()
@@ -75,7 +77,8 @@ class PlacementPlan:
 
     @property
     def staging_bytes(self) -> int:
-        return self.staging_buffers * self.staging_buffer_bytes
+        """Of the ring."""
+        return self.ring_layers * self.ring_layer_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -101,8 +104,8 @@ def plan_placement(
 ) -> PlacementPlan:
     """The place of every weight of ``modules``, in the order in which a step uses them.
 
-    ``device_budget_bytes`` are for weights and staging buffers together, ``host_budget_bytes``
-    for what leaves the device. Raises :class:`OutOfMemory` where the weights do not fit, and
+    ``device_budget_bytes`` are for weights and the ring together, ``host_budget_bytes`` for
+    what leaves the device. Raises :class:`OutOfMemory` where the weights do not fit, and
     :class:`OptionError` where what was asked for cannot be done; a change that either suggests
     has been planned, and fits.
     """
@@ -115,8 +118,12 @@ def describe(plan: PlacementPlan) -> list[str]:
         f"weights: {format_bytes(plan.device_bytes)} on the accelerator, "
         f"{format_bytes(plan.host_bytes)} on the host ({plan.cpu_share:.0%})"
     ]
-    asked = "what does not fit" if plan.asked_bytes is None else format_bytes(plan.asked_bytes)
-    line = f"offload: {asked} asked for, {format_bytes(plan.offloaded_bytes)} placed"
+    asked = [] if plan.asked_bytes is None else [format_bytes(plan.asked_bytes)]
+    asked += [" ".join(plan.patterns)] if plan.patterns else []
+    line = (
+        f"offload: asked for {' of '.join(asked) or 'what does not fit'}, placed "
+        f"{format_bytes(plan.offloaded_bytes)}"
+    )
     if plan.mode != "resident":
         counts = [
             f"{number} {placement.value}"
@@ -125,12 +132,14 @@ def describe(plan: PlacementPlan) -> list[str]:
         ]
         line += f", mode {plan.mode} (weights: {', '.join(counts)})"
     lines.append(line)
-    if plan.staging_buffers:
-        lines.append(
-            f"staging: {plan.staging_buffers} buffers of {format_bytes(plan.staging_buffer_bytes)}"
-            " on the accelerator"
-        )
+    if plan.ring_layers:
+        lines.append(f"staging: {_ring(plan)} on the accelerator")
     return lines
+
+
+def _ring(plan: PlacementPlan | Draft) -> str:
+    layers = "1 layer" if plan.ring_layers == 1 else f"{plan.ring_layers} layers"
+    return f"a ring of {layers} of {format_bytes(plan.ring_layer_bytes)}"
 
 
 class _Planner(Drafts):
@@ -149,6 +158,26 @@ class _Planner(Drafts):
 
     def _fits(self, draft: Draft) -> bool:
         return draft.device_used <= self.device_budget and draft.host_bytes <= self.host_budget
+
+    def _best(self, drafts: Iterable[Draft | None]) -> Draft | None:
+        """Of drafts that fit the device, the better ones first: the first that fits the host too,
+        or the one that takes least of it."""
+        found = [draft for draft in drafts if draft and draft.device_used <= self.device_budget]
+        least = min(found, key=lambda draft: draft.host_bytes, default=None)
+        return next((draft for draft in found if self._fits(draft)), least)
+
+    def _least_of_any(self) -> Draft | None:
+        """The least offload, in the best mode."""
+        return self._best(self.least(mode) for mode in self._modes)
+
+    def _works(self) -> bool:
+        """Whether there is a plan where no size is asked for."""
+        if self.offload.patterns:
+            # Patterns alone take all that they name.
+            found = self._best(self.draft(mode, self.most) for mode in self._modes)
+        else:
+            found = self._least_of_any()
+        return found is not None and self._fits(found)
 
     def plan(self) -> PlacementPlan:
         asked, patterns = self.offload.cpu_offload_bytes, self.offload.patterns
@@ -186,12 +215,13 @@ class _Planner(Drafts):
             places=draft.places,
             mode=draft.mode,
             asked_bytes=asked,
+            patterns=patterns,
             device_bytes=draft.device_bytes,
             host_bytes=draft.host_bytes,
             streamed_bytes=draft.streamed_bytes,
             computed_bytes=draft.computed_bytes,
-            staging_buffers=draft.staging_buffers,
-            staging_buffer_bytes=draft.staging_buffer_bytes,
+            ring_layers=draft.ring_layers,
+            ring_layer_bytes=draft.ring_layer_bytes,
             device_budget_bytes=self.device_budget,
             notes=tuple(notes),
         )
@@ -215,10 +245,10 @@ class _Planner(Drafts):
         asked = self.offload.cpu_offload_bytes
         wanted = self.most if asked is None else min(asked, self.most)
         drafts = [self.draft(mode, wanted) for mode in self._modes]
-        fitting = [draft for draft in drafts if draft.device_used <= self.device_budget]
-        if fitting:
-            return fitting[0]
-        raise OutOfMemory(self._too_little(drafts[0]))
+        draft = self._best(drafts)
+        if draft is None:
+            raise OutOfMemory(self._too_little(drafts[0]))
+        return draft
 
     def _draft_fitting(self) -> Draft:
         """Nothing on the host where all fits, else the least that makes it fit."""
@@ -226,7 +256,7 @@ class _Planner(Drafts):
             return self.draft("resident", 0)
         if self.offload.cpu_offload_bytes == 0:
             raise OutOfMemory(self._forbidden())
-        draft = self.least_of_any()
+        draft = self._least_of_any()
         if draft is None:
             raise OutOfMemory(self._too_small())
         return draft
@@ -239,11 +269,11 @@ class _Planner(Drafts):
             f"{format_bytes(self.host_budget)} are free. "
         )
         if self.offload.cpu_offload_bytes:
-            largest = self._suggest_most(draft.mode)
+            largest = self._suggest_most()
             if largest is not None:
                 raise OutOfMemory(f"{text}Lower {self._request} to {largest}, or free memory.")
         free = self._with(cpu_offload_bytes=None, patterns=())
-        least = free.least_of_any()
+        least = free._least_of_any()
         if least is not None and self._fits(least):
             raise OutOfMemory(
                 f"{text}{format_bytes(least.host_bytes)} there are enough, which is what happens "
@@ -276,8 +306,13 @@ class _Planner(Drafts):
             )
         elif draft.mode == "compute":
             yield (
-                "The CPU multiplies with what is on the host: the accelerator has no room for the "
-                "staging buffers that streaming needs."
+                "The CPU multiplies with what is on the host: there is no room for the ring on the "
+                "accelerator that streaming needs."
+            )
+        elif not draft.streamed_bytes:
+            yield (
+                "What is on the host is not streamed: of experts and of tables that are looked up "
+                "a step uses little."
             )
         else:
             yield (
@@ -289,8 +324,7 @@ class _Planner(Drafts):
 
     def _too_little(self, draft: Draft) -> str:
         """What was asked for leaves too much on the device."""
-        staging = draft.device_used - draft.device_bytes
-        beside = f" beside {format_bytes(staging)} of staging buffers" if staging else ""
+        beside = f" beside {_ring(draft)}" if draft.ring_layers else ""
         text = (
             f"With {self._request} {format_bytes(draft.device_bytes)} of the weights' "
             f"{format_bytes(self.total)} stay on the accelerator{beside}, which has "
@@ -316,19 +350,21 @@ class _Planner(Drafts):
         size = free._suggest_least()
         if size is not None:
             return f"{text}Leave it out, or give {size}."
-        return text + self._remedy()
+        least = free._least_of_any()
+        if least is None:
+            return text + self._remedy()
+        return (
+            f"{text}{format_bytes(least.host_bytes)} would have to go there, where "
+            f"{format_bytes(self.host_budget)} are free. Free memory, or choose a smaller model "
+            "or fewer bits (--quantization int8 or int4)."
+        )
 
     def _too_small(self) -> str:
         mode, need = min(
             ((mode, self._least_device(mode)) for mode in self._modes),
             key=lambda found: found[1].device_used,
         )
-        staging = ""
-        if need.staging_buffers:
-            staging = (
-                f" and {need.staging_buffers} staging buffers of "
-                f"{format_bytes(need.staging_buffer_bytes)}"
-            )
+        staging = f" and {_ring(need)}" if need.ring_layers else ""
         return (
             f"The accelerator has {format_bytes(self.device_budget)} for weights. Mode {mode} "
             f"needs {format_bytes(need.device_used)} at least: "
@@ -337,11 +373,13 @@ class _Planner(Drafts):
 
     def _least_device(self, mode: str) -> Draft:
         """The draft that takes least of the device."""
+        units: list[list[ModuleSize]] = self.units
         if mode == "split":
-            steps = [self.most * part // 64 for part in range(65)]
-        else:
-            sizes = (sum(module.num_bytes for module in unit) for unit in self.units)
-            steps = [0, *itertools.accumulate(sizes)]
+            # What is shared out leaves together, and the bytes in use change evenly meanwhile.
+            groups = itertools.groupby(units, lambda unit: self._placement(mode, unit[0]))
+            units = [list(itertools.chain.from_iterable(group)) for _, group in groups]
+        sizes = (sum(module.num_bytes for module in unit) for unit in units)
+        steps = [0, *itertools.accumulate(sizes)]
         return min((self.draft(mode, wanted) for wanted in steps), key=lambda d: d.device_used)
 
     def _remedy(self) -> str:
@@ -349,7 +387,7 @@ class _Planner(Drafts):
         changes: list[tuple[list[str], dict[str, object]]] = [
             (["leave --offload-layers out"], {"patterns": ()}),
             (["give --offload-prefetch-step 1"], {"prefetch_step": 1}),
-            (["give --no-async-cpu-offload"], {"is_async": False}),
+            (["give --offload-prefetch-step 0"], {"prefetch_step": 0}),
             (["give --offload-mode compute"], {"mode": "compute"}),
             (
                 ["leave --offload-layers out", "give --offload-mode compute"],
@@ -360,11 +398,9 @@ class _Planner(Drafts):
             other = self._with(cpu_offload_bytes=None, **change)
             if other.offload == replace(self.offload, cpu_offload_bytes=None):
                 continue
-            draft = other.least_of_any()
-            if draft is not None and other.offload.patterns:
-                # Patterns alone take all that they name.
-                draft = other.draft(draft.mode, other.most)
-            if draft is not None and other._fits(draft):
+            if "prefetch_step" in change and other._ring_layers >= self._ring_layers:
+                continue
+            if other._works():
                 if self.offload.cpu_offload_bytes is not None:
                     zero = " 0" if self.offload.cpu_offload_bytes == 0 else ""
                     steps = [f"leave --cpu-offload-gb{zero} out", *steps]
@@ -392,19 +428,20 @@ class _Planner(Drafts):
                         return _size_option(candidate)
         return None
 
-    def _suggest_most(self, mode: str) -> str | None:
+    def _suggest_most(self) -> str | None:
         """The largest size that works, as an option."""
-        low, high = 0, self.host_budget
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.draft(mode, middle).host_bytes <= self.host_budget:
-                low = middle
-            else:
-                high = middle - 1
-        for candidate in (low // _unit(low) * _unit(low), low):
-            draft = self.draft(mode, candidate)
-            if draft.host_bytes and self._fits(draft):
-                return _size_option(candidate)
+        for mode in self._modes:
+            low, high = 0, min(self.host_budget, self.most)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self.draft(mode, middle).host_bytes <= self.host_budget:
+                    low = middle
+                else:
+                    high = middle - 1
+            for candidate in (low // _unit(low) * _unit(low), low):
+                draft = self.draft(mode, candidate)
+                if draft.host_bytes and self._fits(draft):
+                    return _size_option(candidate)
         return None
 
 

@@ -2,14 +2,14 @@
 
 What leaves first: experts, since each token needs few of them; tables that are only looked up,
 since a step reads few of their rows; then the layers from the last upward; at last the head, which
-is large and would need large staging buffers. Experts of one layer go together: one kernel call
-uses them all. ``split`` shares evenly among all matrices instead, so that both sides have work in
+is large and would need a large ring. Experts of one layer go together: one kernel call uses them
+all. ``split`` shares evenly among all matrices instead, so that both sides have work in
 every product.
 """
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -98,12 +98,13 @@ class Draft:
     host_bytes: int
     streamed_bytes: int
     computed_bytes: int
-    staging_buffers: int
-    staging_buffer_bytes: int
+    #: The ring that is streamed through: layers, and bytes of the largest.
+    ring_layers: int
+    ring_layer_bytes: int
 
     @property
     def device_used(self) -> int:
-        return self.device_bytes + self.staging_buffers * self.staging_buffer_bytes
+        return self.device_bytes + self.ring_layers * self.ring_layer_bytes
 
 
 class Drafts:
@@ -234,13 +235,13 @@ class Drafts:
             host_bytes=host_bytes,
             streamed_bytes=total(Placement.STREAM),
             computed_bytes=total(Placement.HOST),
-            staging_buffers=self._num_buffers(through_link),
-            staging_buffer_bytes=_largest_layer(through_link, on_host),
+            ring_layers=self._ring_layers if through_link else 0,
+            ring_layer_bytes=_largest_layer(through_link, on_host),
         )
 
-    def _num_buffers(self, streamed: Sequence[ModuleSize]) -> int:
-        if not streamed:
-            return 0
+    @property
+    def _ring_layers(self) -> int:
+        """Layers that the ring has room for: the one in use, and those ahead."""
         ahead = 1 if self.offload.prefetch_step is None else self.offload.prefetch_step
         return 1 + (ahead if self.offload.is_async else 0)
 
@@ -252,14 +253,10 @@ class Drafts:
             over = draft.device_used - self.device_budget
             if over <= 0:
                 return draft
-            # No byte on the host frees more than one on the device, so none is passed over.
+            # No byte on the host frees more than one on the device, and what has left stays
+            # away when more leaves, so that the ring only grows: none is passed over.
             wanted = draft.host_bytes + over
         return None
-
-    def least_of_any(self) -> Draft | None:
-        """The same in the best mode in which there is one."""
-        drafts = (self.least(mode) for mode in self._modes)
-        return next((draft for draft in drafts if draft is not None), None)
 
 
 def _largest_layer(streamed: Sequence[ModuleSize], on_host: Mapping[str, int]) -> int:
@@ -295,24 +292,39 @@ def _host_bytes(module: ModuleSize, place: WeightPlace) -> int:
 def _share_out(modules: Sequence[ModuleSize], wanted: int) -> dict[str, WeightPlace]:
     """Rows of every matrix to the host, the same share of each, until it is ``wanted`` bytes.
 
-    Exact to one unit of rows: those that rounding leaves over come from the first matrices.
+    Exact to one unit of rows. Units leave in one order, whatever is wanted: a matrix of n units
+    gives up its unit k when the share reaches k / n, the first matrices first. So more wanted never
+    takes less from a matrix, and never makes the ring smaller.
     """
-    total = sum(module.num_bytes for module in modules)
     units = {module.path: -(-module.rows // ROW_UNIT) for module in modules}
-    given = {path: min(number * wanted // total, number) for path, number in units.items()}
+    # The same share is the same float, however it is written as a fraction.
+    turns = {number: [k / number for k in range(number)] for number in set(units.values())}
 
-    def place(module: ModuleSize) -> WeightPlace:
-        number = given[module.path]
+    def place(module: ModuleSize, number: int) -> WeightPlace:
         if not number:
             return WeightPlace(Placement.RESIDENT, module.rows)
         return WeightPlace(Placement.SPLIT, (units[module.path] - number) * ROW_UNIT)
 
-    left = wanted - sum(_host_bytes(module, place(module)) for module in modules)
-    for module in itertools.cycle(modules):
-        if left <= 0 or given == units:
+    def host_bytes(module: ModuleSize, number: int) -> int:
+        return _host_bytes(module, place(module, number))
+
+    def given_at(share: float) -> dict[str, int]:
+        at = {number: bisect_right(turn, share) for number, turn in turns.items()}
+        return {path: at[number] for path, number in units.items()}
+
+    def reached(share: float) -> int:
+        given = given_at(share)
+        return sum(host_bytes(module, given[module.path]) for module in modules)
+
+    shares = sorted({share for turn in turns.values() for share in turn})
+    last = min(bisect_left(shares, wanted, key=reached), len(shares) - 1)
+    given = given_at(shares[last - 1]) if last else dict.fromkeys(units, 0)
+    left = wanted - sum(host_bytes(module, given[module.path]) for module in modules)
+    at_last = given_at(shares[last])
+    for module in modules:
+        if left <= 0:
             break
-        if given[module.path] < units[module.path]:
-            before = _host_bytes(module, place(module))
-            given[module.path] += 1
-            left -= _host_bytes(module, place(module)) - before
-    return {module.path: place(module) for module in modules}
+        before = host_bytes(module, given[module.path])
+        given[module.path] = at_last[module.path]
+        left -= host_bytes(module, given[module.path]) - before
+    return {module.path: place(module, given[module.path]) for module in modules}

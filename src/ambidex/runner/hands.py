@@ -13,12 +13,12 @@ from ambidex.device.cpu import CPUDevice
 from ambidex.device.probe import core_rate
 from ambidex.device.queued import QueuedKernels
 from ambidex.device.registry import make_accelerator
+from ambidex.kernels.cpu.topology import ThreadPlan, plan_threads
 from ambidex.weights.placed import HostTable, PlacedKernels
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
     from ambidex.device.base import Accelerator, Device
-    from ambidex.kernels.cpu.topology import ThreadPlan
     from ambidex.kernels.table import Kernels
     from ambidex.memory.cost_model import ComputeRate
     from ambidex.memory.ledger import Ledger
@@ -29,6 +29,8 @@ class Hands:
     """``device`` is the lane's: the accelerator where there is one, else the host."""
 
     host: CPUDevice
+    #: Of the host.
+    threads: ThreadPlan
     accelerator: Accelerator | None = None
     placed: PlacedKernels | None = None
 
@@ -99,32 +101,33 @@ def available_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
+def open_hands(config: EngineConfig) -> Hands:
     """Make the devices that ``config`` asks for. Raises OptionError."""
+    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
     asked = config.device.device
     if asked in ("auto", "cpu"):
-        return Hands(CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes))
-    host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
-    try:
+        return Hands(_make_host(plan), plan)
 
-        def measure() -> ComputeRate:
-            single = CPUDevice(1, cpus=plan.cpus[:1])
-            try:
-                return core_rate(single.kernels)
-            finally:
-                single.close()
+    def measure() -> ComputeRate:
+        single = CPUDevice(1, cpus=plan.cpus[:1])
+        try:
+            return core_rate(single.kernels)
+        finally:
+            single.close()
 
-        # A simulated device computes on this machine, too: apart from the host's threads.
-        spare = sorted(available_cpus() - set(plan.cpus)) if plan.cpus else []
-        accelerator = make_accelerator(asked, measure, spare)
-        ledger = accelerator.ledger
-        share = int(ledger.capacity_bytes * config.device.gpu_memory_utilization)
-        ledger.capacity_bytes = min(share, config.device.gpu_memory_limit_bytes or share)
-        if config.offload.link_limit_bytes_per_s is not None:
-            accelerator.limit_link(config.offload.link_limit_bytes_per_s)
-    except BaseException:
-        host.close()
-        raise
+    # A simulated device computes on this machine, too: apart from the host's threads.
+    spare = sorted(available_cpus() - set(plan.cpus)) if plan.cpus else []
+    accelerator = make_accelerator(asked, measure, spare)
+    ledger = accelerator.ledger
+    share = int(ledger.capacity_bytes * config.device.gpu_memory_utilization)
+    ledger.capacity_bytes = min(share, config.device.gpu_memory_limit_bytes or share)
+    if config.offload.link_limit_bytes_per_s is not None:
+        accelerator.limit_link(config.offload.link_limit_bytes_per_s)
+    if accelerator.node is not None:
+        plan = plan_threads(
+            config.cpu_threads, config.cpu_bind, os.environ, near_node=accelerator.node
+        )
+    host = _make_host(plan)
     queue = QueuedKernels(
         host.kernels,
         accelerator.new_stream("host", host.prepare_thread),
@@ -133,4 +136,8 @@ def open_hands(config: EngineConfig, plan: ThreadPlan) -> Hands:
         "the host's",
     )
     placed = PlacedKernels(accelerator, queue, cast("HostTable", host.kernels))
-    return Hands(host, accelerator, placed)
+    return Hands(host, plan, accelerator, placed)
+
+
+def _make_host(plan: ThreadPlan) -> CPUDevice:
+    return CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,18 +24,20 @@ except Exception as error:  # A broken installation fails in many ways.
 
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
-from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable
-from ambidex.layers.rope import rope_bytes
+from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.rope import Rope, rope_bytes
+from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
     GroupSize,
+    KVSize,
     least_kv_bytes,
     resolve_max_model_len,
     size_kv_cache,
@@ -44,8 +45,9 @@ from ambidex.memory.sizing import (
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
+from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner, WarmUp
+from ambidex.runner.model_runner import LOGIT_ROWS, ModelRunner
 from ambidex.runner.placing import (
     host_weight_bytes,
     place_parameters,
@@ -54,6 +56,7 @@ from ambidex.runner.placing import (
     start_streaming,
 )
 from ambidex.runner.replay import Replayer
+from ambidex.runner.warm_up import Largest, warm_up
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
@@ -82,6 +85,8 @@ class LoadedLane:
     hands: Hands
     #: The lane's own: the accelerator where there is one.
     device: Device
+    #: One a memory: the host's, then each accelerator's.
+    ledgers: list[Ledger]
     runner: ModelRunner
     checkpoint: Checkpoint
     #: How MODEL was resolved, in words.
@@ -97,6 +102,12 @@ class LoadedLane:
     #: Sentences that the user should read once.
     notes: list[str]
     load_s: float
+    #: A line for each of the host's memories, where they are several.
+    memory_nodes: list[str]
+
+    def module_bytes(self) -> dict[str, dict[str, int]]:
+        """Module -> memory -> bytes of its weights."""
+        return bytes_of_modules(self.runner.model.named_parameters(), self.device.ledger.name)
 
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
@@ -123,9 +134,6 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
-    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
-    for note in plan.notes:
-        logger.warning("%s", note)
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -138,8 +146,12 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    hands = open_hands(config, plan)
+    hands = open_hands(config)
+    for note in hands.threads.notes:
+        logger.warning("%s", note)
     device = hands.device
+    near_node = None if hands.accelerator is None else hands.accelerator.node
+    host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
         context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
@@ -156,17 +168,17 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
-    graph_rows_wanted = (
-        graph_rows(config.scheduler.max_num_seqs)
-        if hands.accelerator is not None and not config.enforce_eager and config.offload.is_async
-        else []
-    )
-    captured_bytes = graph_bytes(model_values, groups, graph_rows_wanted)
+    hands.host.measure()
     group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
     is_length_given = config.model.max_model_len is not None
+    accelerator = hands.accelerator
+    captured_rows: list[int] = []
+    if accelerator is not None and not config.enforce_eager and config.offload.is_async:
+        # Without copies ahead the host waits within a step, and what waits cannot be captured.
+        captured_rows = graph_rows(config.scheduler.max_num_seqs)
+    captured_bytes = graph_bytes(model_values, groups, captured_rows)
+    beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
     least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
-    is_host = hands.accelerator is None
-    beside = captured_bytes + rope_bytes(model)
     places = plan_places(
         config,
         hands,
@@ -177,37 +189,50 @@ def load_lane(
         step_bytes(1),
     )
     weights = [
-        _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1))
+        (ledger, _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1)))
         for ledger in hands.ledgers
     ]
     if places.staging_bytes:
         staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
-        weights.append(staging)
+        weights.append((device.ledger, staging))
     held_back = (
         device.ledger.reserve("weights", "cached experts", places.cache_bytes)
         if places.cache_bytes
         else None
     )
-    size = size_kv_cache(
-        group_sizes,
-        device.ledger.free_bytes - (0 if is_host else beside),
-        step_bytes,
-        cache,
-        config.scheduler,
-        max_model_len,
-        is_length_given,
-        *(("host memory", DEFAULT_KV_SHARE) if is_host else (device.name, ASKED_KV_SHARE)),
-    )
-    if size.max_model_len != max_model_len:
+    of_memory = ("host memory", DEFAULT_KV_SHARE)
+    if accelerator is not None:
+        of_memory = (device.name, ASKED_KV_SHARE)
+
+    def fit(free_bytes: int) -> KVSize:
+        return size_kv_cache(
+            group_sizes,
+            free_bytes - beside,
+            step_bytes,
+            cache,
+            config.scheduler,
+            max_model_len,
+            is_length_given,
+            *of_memory,
+        )
+
+    def kv_bytes(num_blocks: tuple[int, ...]) -> int:
+        return kv_cache_bytes(groups, num_blocks, cache.block_size)
+
+    def make_cache(size: KVSize) -> KVCache:
+        return KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+
+    memory = LaneMemory(device, fit, step_bytes, kv_bytes)
+    if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
-        model, groups = build(size.max_model_len)
+        model, groups = build(memory.size.max_model_len)
     place_parameters(model, places.by_path)
-    for ledger in hands.ledgers:
-        ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
-    device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
-    num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
-    device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
-    with _memory_refused(device):
+    if accelerator is not None:
+        num_bytes = step_bytes(memory.size.max_model_len)
+        hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
+    if host_nodes.is_filled:
+        hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
+    with memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
             table,
@@ -217,26 +242,28 @@ def load_lane(
             low_bit.load if low_bit else None,
         )
         # What is held, to the byte, takes the place of what was foreseen.
-        for ledger, reservation in zip((*hands.ledgers, device.ledger), weights, strict=False):
+        for ledger, reservation in weights:
             ledger.release(reservation)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        on_host = sum(host_weight_bytes(parameter) for _, parameter in model.named_parameters())
-        if hands.accelerator is not None:
-            hands.host.ledger.reserve("weights", "weights", on_host)
-            held -= on_host
-        device.ledger.reserve("weights", "weights", held)
-        if hands.accelerator is not None:
+        on_host = held
+        if accelerator is not None:
+            on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
+            device.ledger.reserve("weights", "weights", held - on_host)
+        host_nodes.reserve("weights", "weights", on_host)
+        if accelerator is not None:
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
-        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+    # What loading freed counts as free.
+    _give_freed_memory_back()
+    kv_cache = memory.make_cache(make_cache)
+    size = memory.size
     replayer: Replayer | GraphReplayer | None = None
-    if hands.accelerator is not None:
-        # Without copies ahead the host waits within a step, and what waits cannot be captured.
-        if graph_rows_wanted:
+    if accelerator is not None:
+        device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
+        if captured_rows:
             device.ledger.reserve("graphs", "captured steps", captured_bytes)
-            placed = hands.placed
-            assert placed is not None
-            replayer = GraphReplayer(hands.accelerator, placed, model, kv_cache, graph_rows_wanted)
+            assert hands.placed is not None
+            replayer = GraphReplayer(accelerator, hands.placed, model, kv_cache, captured_rows)
     elif device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
             cast("NativeKernels", device.kernels),
@@ -245,7 +272,7 @@ def load_lane(
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
-    if hands.accelerator is not None:
+    if accelerator is not None:
         if held_back is not None:
             device.ledger.release(held_back)
         # And what nothing else has asked for, but for a little that is reserved at first use.
@@ -253,10 +280,21 @@ def load_lane(
         start_expert_cache(hands, model, config.offload.moe_expert_cache, cache_bytes)
     runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
     scheduler = config.scheduler
-    largest = WarmUp(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
-    runner.warm_up(largest if config.warm_up_fully else None)
+    largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
+    warm_up(runner, largest if config.warm_up_fully else None)
     _give_freed_memory_back()
-    notes = [*hands.notes, *places.notes, *([size.note] if size.note else [])]
+    vocab_size = int(model_values.require("vocab_size"))
+    ropes = [module for module in submodules(model) if isinstance(module, Rope)]
+    rotations = [part for rope in ropes for part in rope.tables]
+    recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
+    if recorded is not None:
+        memory.settle_steps(_recorded_bytes(config, runner, recorded, rotations, vocab_size))
+    if cache.prefault:
+        arena = recorded.arena_tensors() if recorded is not None else []
+        memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
+    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host), *memory.notes]
+    if size.note:
+        notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
@@ -265,6 +303,7 @@ def load_lane(
     return LoadedLane(
         hands=hands,
         device=device,
+        ledgers=hands.ledgers,
         runner=runner,
         checkpoint=checkpoint,
         description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
@@ -272,13 +311,14 @@ def load_lane(
         groups=groups,
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
-        vocab_size=int(model_values.require("vocab_size")),
+        vocab_size=vocab_size,
         dtype_description=low_bit.description
         if low_bit
         else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
         kv_dtype=kv_dtype,
         notes=notes,
         load_s=time.perf_counter() - began,
+        memory_nodes=host_nodes.describe(),
     )
 
 
@@ -319,21 +359,6 @@ def _reserve_weights(
     return ledger.reserve("weights", "weights", needed)
 
 
-@contextlib.contextmanager
-def _memory_refused(device: Device) -> Iterator[None]:
-    """Memory that the ledger promised and the system refuses (``ulimit -v``) is an OutOfMemory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        raise OutOfMemory(
-            f"The system refused memory that it had reported as free: "
-            f"{format_bytes(device.ledger.used_bytes)} are needed. Raise this process's limit "
-            "(ulimit -v), free memory, or give less with --kv-cache-memory-bytes."
-        ) from None
-
-
 def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
@@ -356,6 +381,25 @@ def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Seq
     row += 3 * int(model_values.require("vocab_size"))
     # Each result is rounded up to a piece of memory.
     return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
+
+
+def _recorded_bytes(
+    config: EngineConfig,
+    runner: ModelRunner,
+    replayer: Replayer,
+    rotations: list[torch.Tensor],
+    vocab_size: int,
+) -> dict[str, int]:
+    """What steps take where they are replayed: what is held, and what choosing tokens takes."""
+    return {
+        "recorded step": replayer.arena_bytes,
+        "kernel threads": cast("NativeKernels", runner.device.kernels).memory_bytes,
+        "rotations": sum(part.nbytes for part in rotations),
+        # Of prompt tokens, twice, since the C library keeps what was freed, in pieces. Those of new
+        # tokens are in the recorded step.
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
 
 
 def activation_bytes(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from ambidex.errors import InvalidModelError, OutOfMemory
+from ambidex.errors import OutOfMemory
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
-from ambidex.request import SamplingParams, TokenLogprobs
+from ambidex.request import TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
-from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, StepResult
+from ambidex.runner.decision import Decision, ScheduledRequest, StepResult
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
-_LOGIT_ROWS = 128
+#: Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
+LOGIT_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -37,15 +36,6 @@ class RunnerRequest:
     """What the runner remembers of a request between steps."""
 
     row: SamplerRow
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """The largest steps: tokens and requests of one, and tokens of a request."""
-
-    num_tokens: int
-    num_requests: int
-    max_model_len: int
 
 
 class ModelRunner:
@@ -69,48 +59,6 @@ class ModelRunner:
         is_native = device.kernels.name == "native"
         self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
-
-    def warm_up(self, limits: WarmUp | None = None) -> None:
-        """Record the step, then compute a few tokens, so that whatever is made at first use is
-        there; with ``limits`` the largest steps too, so that none of them fails later."""
-        if self.replayer is not None and not self.replayer.record():
-            self.replayer = None
-        self._warm_up_with([8])
-        if limits is None:
-            return
-        prompts: list[int] = []
-        while sum(prompts) < limits.num_tokens and len(prompts) < limits.num_requests:
-            prompts.append(min(limits.max_model_len, limits.num_tokens - sum(prompts)))
-        self._warm_up_with(prompts)
-        for count in self.replayer.warm_up_rows if self.replayer is not None else ():
-            # Once to make, once to capture.
-            for _ in range(2):
-                self._warm_up_with([1] * count)
-        self._warm_up_with([1] * limits.num_requests)
-
-    def _warm_up_with(self, lengths: Sequence[int]) -> None:
-        """A step with a prompt of each length. What it writes to the KV cache nobody reads."""
-        size, step = self.kv_cache.block_size, []
-        params = SamplingParams(temperature=0.0)
-        first = 0
-        for index, length in enumerate(lengths):
-            count = -(-length // size)
-            tables = tuple(
-                [(first + block) % blocks for block in range(count)]
-                for blocks in self.kv_cache.num_blocks
-            )
-            first += count
-            new = NewRequest(params, [0] * length, length)
-            step.append(
-                ScheduledRequest(f"warm-up-{index}", new.token_ids, 0, tables, sample=True, new=new)
-            )
-        result = self.execute(Decision("warm-up", -1, step))
-        self._requests.clear()
-        if result.errors:
-            reason = next(iter(result.errors.values()))
-            raise InvalidModelError(
-                f"A step with {sum(lengths)} tokens of {len(lengths)} requests failed: {reason}"
-            )
 
     def execute(self, decision: Decision) -> StepResult:
         """Compute one step: write KV, sample where asked.
@@ -187,6 +135,10 @@ class ModelRunner:
         if rows and logits is not None:
             self._sample(logits, best, [requests[i] for i in chosen], result)
 
+    def forget_all(self) -> None:
+        """Forget every request, as if none had come."""
+        self._requests.clear()
+
     def close(self) -> None:
         """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
         self._requests.clear()
@@ -229,8 +181,8 @@ class ModelRunner:
         scores: list[TokenLogprobs | None] = [None] if request.start == 0 else []
         # Rows at or after the last prompt token score no prompt token.
         count = min(len(request.token_ids), row.num_prompt_tokens - 1 - request.start)
-        for first in range(0, count, _LOGIT_ROWS):
-            end = min(first + _LOGIT_ROWS, count)
+        for first in range(0, count, LOGIT_ROWS):
+            end = min(first + LOGIT_ROWS, count)
             targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
             logits = self._kernels.fetch(self.model.head(hidden[first:end]))
             scores += prompt_logprobs(logits, targets, wanted)

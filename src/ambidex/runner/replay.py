@@ -76,6 +76,10 @@ class Replayer:
         """Bytes of the results of a step with the largest batch."""
         return self._recording.arena.num_bytes if self._recording is not None else 0
 
+    def arena_tensors(self) -> list[Tensor]:
+        """The memory of those results."""
+        return self._recording.arena.tensors() if self._recording is not None else []
+
     def record(self) -> bool:
         """Whether the model could be recorded; some operations cannot."""
         try:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Rows are cut at multiples of this.
 ROW_UNIT = 64
+#: What any weight can be cut at multiples of; see ``kernels.table.Weight``.
+_PANEL_ROWS = 16
 
 
 class HostTable(Protocol):
@@ -127,6 +129,19 @@ class Place(Protocol):
 
     @property
     def streamed_rows(self) -> Callable[[int], int]: ...
+
+
+class _Uncut:
+    """The place of a matrix that cannot be cut: all of it where most of it would be."""
+
+    def __init__(self, place: Place, num_rows: int) -> None:
+        self._place = place
+        self._num_rows = num_rows
+        self.resident_rows = num_rows if place.resident_rows >= num_rows else 0
+
+    def streamed_rows(self, num_tokens: int) -> int:
+        on_host = self._num_rows - self._place.resident_rows
+        return self._num_rows if 2 * self._place.streamed_rows(num_tokens) > on_host else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +255,9 @@ class PlacedKernels:
         with self._inner.temporary_weights():
             whole = self._host.inner.pack_parts(parts, precise)
             num_rows = whole.shape[0] // (2 if is_paired else 1)
+            if place is not None and is_paired and num_rows % _PANEL_ROWS:
+                # The second half does not begin where a weight can be cut.
+                place = _Uncut(place, num_rows)
             count = num_rows if place is None else min(place.resident_rows, num_rows)
             resident = host = None
             if count:
@@ -361,8 +379,11 @@ class PlacedKernels:
     def _constant(self, x: Tensor, ranges: Ranges, on_host: bool) -> Tensor:
         """Rows of a vector that never changes (a bias), where they are needed; copied once."""
         count = sum(end - start for start, end in ranges)
-        if count == len(x) and self._device.owns(x) != on_host:
-            return x
+        if self._device.owns(x) != on_host:
+            if count == len(x):
+                return x
+            if len(ranges) == 1:
+                return x[slice(*ranges[0])]
         key = (x.data_ptr(), ranges[0][0], count, on_host)
         if key not in self._copies:
             plain = self._device.to_host(x) if self._device.owns(x) else x

@@ -64,6 +64,10 @@ class _Staged:
     is_free: Event | None = None
     is_dropped: bool = False
 
+    @property
+    def is_failed(self) -> bool:
+        return self.is_there.is_failed or (self.is_free is not None and self.is_free.is_failed)
+
 
 class Streamer:
     """A ring of ``ring_bytes``, as far ahead as it reaches; with ``is_async`` off a weight is
@@ -93,6 +97,16 @@ class Streamer:
     def ring_bytes(self) -> int:
         return self._size
 
+    @property
+    def num_ahead(self) -> int:
+        """Weights copied, or on their way, that have not been used yet."""
+        return len(self._ahead)
+
+    @property
+    def num_bytes_ahead(self) -> int:
+        """Their bytes."""
+        return sum(staged.num_bytes for staged in self._ahead.values())
+
     def begin_step(self, order: Sequence[StagedRows]) -> None:
         """What this step will use, in order. The next step is expected to begin as this one.
 
@@ -103,6 +117,11 @@ class Streamer:
             self._order = list(order)
             self._places = {rows: place for place, rows in enumerate(order)}
             assert len(self._places) == len(order), "a weight is used once a step"
+        if any(staged.is_failed for staged in self._held):
+            # Since then everything launched has been waited for: nothing uses the ring, and what it
+            # holds may never have been copied.
+            self._drop_ahead()
+            self._held.clear()
         if self._is_async and list(self._ahead) != self._first_in_ring():
             self._drop_ahead()
             self._end = self._size
