@@ -211,6 +211,7 @@ def _save_tiny(kind: str, folder: Path, changes: Mapping[str, int]) -> Path:
             {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4,
              "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
         ),
+        "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
         "qwen3_moe": (
             "Qwen3MoeConfig",
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

@@ -70,6 +70,7 @@ WITHOUT_TORCH = [
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
     "ambidex.memory.compression",
+    "ambidex.memory.expert_cache",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
     "ambidex.memory.nodes",

@@ -273,6 +273,15 @@ void test_arithmetic() {
     check_binary("min", [](f32x16 a, f32x16 b) { return min(a, b); },
                  [=](float a, float b) { return is_nan(a, b) ? b : (a < b ? a : b); });
     check_unary("abs", [](f32x16 a) { return abs(a); }, [](float a) { return std::fabs(a); });
+    check_binary("or_bits", [](f32x16 a, f32x16 b) { return or_bits(a, b); },
+                 [](float a, float b) {
+                     uint32_t bits, more;
+                     std::memcpy(&bits, &a, sizeof bits);
+                     std::memcpy(&more, &b, sizeof more);
+                     bits |= more;
+                     std::memcpy(&a, &bits, sizeof bits);
+                     return a;
+                 });
     check_unary("sqrt", [](f32x16 a) { return sqrt(a); }, [](float a) { return std::sqrt(a); });
     check_unary("round", [](f32x16 a) { return round(a); },
                 [](float a) { return std::nearbyint(a); });

@@ -92,6 +92,11 @@ class QueuedKernels:
     def end_step(self) -> None:
         """Nothing goes on after it."""
 
+    @property
+    def rate(self) -> ComputeRate:
+        """How fast the clock lets the calls be."""
+        return self._rate
+
     # ---------------------------------------------------------------- weights, made on the host
 
     def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
@@ -140,12 +145,7 @@ class QueuedKernels:
         it changes; ``read_bytes``: what it reads where that is not all of its operands; ``cost``:
         operations and bytes read, where the step's lengths decide them."""
         read = memory_of(list(operands))
-        for tensor in (*read, *writes):
-            if not self._memory.owns(tensor):
-                raise DeviceError(
-                    f"{name} on {self._memory.name} was given a tensor of shape "
-                    f"{list(tensor.shape)} that lies in another memory."
-                )
+        self._check_memory(name, [*read, *writes])
         made = [self._memory.empty(*output) for output in outputs]
         written = num_bytes(made)
         moved = (num_bytes(read) if read_bytes is None else read_bytes) + written
@@ -172,6 +172,14 @@ class QueuedKernels:
             writes=[*made, *writes],
         )
         return made
+
+    def _check_memory(self, name: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if not self._memory.owns(tensor):
+                raise DeviceError(
+                    f"{name} on {self._memory.name} was given a tensor of shape "
+                    f"{list(tensor.shape)} that lies in another memory."
+                )
 
     def _like(
         self, name: str, x: Tensor, operands: Sequence[Any], call: Callable[[], Any]
@@ -363,18 +371,71 @@ class QueuedKernels:
         experts: Tensor,
         activation: str,
     ) -> Tensor:
-        rows, columns = gate_up[0].shape
-        # At most as many experts as there are choices are read.
-        share = min(1.0, experts.numel() / len(gate_up))
-        expert_bytes = num_bytes(memory_of([list(gate_up), list(down)]))
         return self._launch(
             "moe",
             (x, list(gate_up), list(down), weights, experts),
             lambda: self.inner.moe(x, gate_up, down, weights, experts, activation),
             [(tuple(x.shape), x.dtype)],
-            3.0 * experts.numel() * rows * columns,
-            read_bytes=num_bytes([x]) + share * expert_bytes,
+            cost=lambda: _cost_of(_used(gate_up, down, experts), x),
         )[0]
+
+    def expert_outputs(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Weight | None],
+        down: Sequence[Weight | None],
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """Which experts are None is read when the call runs, and at every replay anew: whoever
+        changes the lists waits for what was launched before."""
+
+        def work() -> Tensor:
+            used = [pair for _, *pair in _used(gate_up, down, experts)]
+            self._check_memory("expert_outputs", memory_of(used))
+            return self.inner.expert_outputs(x, gate_up, down, experts, activation)
+
+        shape = (*experts.shape, x.shape[1])
+        return self._launch(
+            "expert_outputs",
+            (x, experts),
+            work,
+            [(shape, torch.float32)],
+            cost=lambda: _cost_of(_used(gate_up, down, experts), x),
+        )[0]
+
+    def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
+        parts = list(parts)
+        num_rows, _, width = parts[0].shape
+        return self._launch(
+            "combine_experts",
+            (parts, weights, experts),
+            lambda: self.inner.combine_experts(parts, weights, experts),
+            [((num_rows, width), torch.float32)],
+            2.0 * parts[0].numel(),
+        )[0]
+
+
+def _used(
+    gate_up: Sequence[Weight | None], down: Sequence[Weight | None], experts: Tensor
+) -> list[tuple[int, Weight, Weight]]:
+    """Of the experts that are chosen and here: by how many rows, and their matrices."""
+    ids, counts = experts.unique(return_counts=True)
+    found = []
+    for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        first, second = gate_up[expert], down[expert]
+        if first is not None and second is not None:
+            found.append((count, first, second))
+    return found
+
+
+def _cost_of(used: Sequence[tuple[int, Weight, Weight]], x: Tensor) -> tuple[float, float]:
+    """Operations and bytes read: an expert's matrices once, whatever the number of its rows."""
+    flops, read_bytes = 0.0, num_bytes([x])
+    for count, *weights in used:
+        flops += 2.0 * count * sum(math.prod(weight.shape) for weight in weights)
+        read_bytes += sum(weight.num_bytes for weight in weights)
+    return flops, read_bytes
 
 
 def _scores(metadata: AttentionMetadata) -> int:

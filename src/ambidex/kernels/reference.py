@@ -33,6 +33,8 @@ from ambidex.kernels.metadata import (
     AttentionMetadata,
     padded,
 )
+from ambidex.kernels.reference_moe import combine_experts as combine_experts
+from ambidex.kernels.reference_moe import route_experts as route_experts
 from ambidex.kernels.reference_plan import make_plan, unit_size
 from ambidex.kernels.reference_weights import (  # noqa: F401
     head_bytes,
@@ -426,22 +428,6 @@ def _weighted_values(weights: Tensor, value: Tensor, num_rows: int) -> Tensor:
     return total[:, :num_rows].contiguous()
 
 
-def route_experts(
-    router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Choose ``top_k`` experts a row of ``router_logits`` [n, experts].
-
-    Returns weights [n, top_k] and expert ids [n, top_k]; ``normalise`` makes weights sum to 1.
-    """
-    probabilities = torch.softmax(router_logits, -1) if softmax_first else router_logits
-    weights, experts = torch.topk(probabilities, top_k, dim=-1)
-    if not softmax_first:
-        weights = torch.softmax(weights, -1)
-    elif normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
-
-
 def moe(
     x: Tensor,
     gate_up: Sequence[Tensor],
@@ -459,4 +445,24 @@ def moe(
         hidden = gated_linear(_pad_rows(x[rows]), gate_up[expert], activation)
         result = linear(hidden, down[expert])[: rows.shape[0]]
         out[rows] += result * weights[rows, choice][:, None]
+    return out
+
+
+def expert_outputs(
+    x: Tensor,
+    gate_up: Sequence[Tensor | None],
+    down: Sequence[Tensor | None],
+    experts: Tensor,
+    activation: str,
+) -> Tensor:
+    """What :func:`moe` adds up, before it is weighted: [n, top_k, hidden]. Zero for experts that
+    are None: another device computes those."""
+    out = x.new_zeros(*experts.shape, x.shape[1])
+    for expert in torch.unique(experts).tolist():
+        first, second = gate_up[expert], down[expert]
+        if first is None or second is None:
+            continue
+        rows, choice = torch.where(experts == expert)
+        hidden = gated_linear(_pad_rows(x[rows]), first, activation)
+        out[rows, choice] = linear(hidden, second)[: rows.shape[0]]
     return out

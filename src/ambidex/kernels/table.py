@@ -169,3 +169,18 @@ class Kernels(Protocol):
         activation: str,
     ) -> Tensor:
         """``gate_up`` and ``down``: one matrix an expert."""
+
+    def expert_outputs(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Weight | None],
+        down: Sequence[Weight | None],
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """What :meth:`moe` adds up, before it is weighted: [n, top_k, hidden]; zero for experts
+        that are None."""
+
+    def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
+        """The same bits as :meth:`moe`, of results [n, top_k, hidden]: a choice's is in one of the
+        ``parts``, and the others are zero there."""

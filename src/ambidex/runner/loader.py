@@ -32,6 +32,7 @@ from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, NameTable, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
+from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
@@ -52,6 +53,7 @@ from ambidex.runner.placing import (
     host_weight_bytes,
     place_parameters,
     plan_places,
+    start_expert_cache,
     start_streaming,
 )
 from ambidex.runner.replay import Replayer
@@ -217,6 +219,11 @@ def _load_on(
     if places.staging_bytes:
         staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
         weights.append((device.ledger, staging))
+    held_back = (
+        device.ledger.reserve("weights", "cached experts", places.cache_bytes)
+        if places.cache_bytes
+        else None
+    )
     of_memory = ("host memory", DEFAULT_KV_SHARE)
     if accelerator is not None:
         of_memory = (device.name, ASKED_KV_SHARE)
@@ -289,6 +296,12 @@ def _load_on(
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
+    if accelerator is not None:
+        if held_back is not None:
+            device.ledger.release(held_back)
+        # And what nothing else has asked for, but for a little that is reserved at first use.
+        cache_bytes = device.ledger.free_bytes * 7 // 8
+        start_expert_cache(hands, model, config.offload.moe_expert_cache, cache_bytes)
     runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
     scheduler = config.scheduler
     largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
@@ -387,6 +400,8 @@ def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Seq
     query = heads * groups[0].head_dim
     experts = int(model_values.get("num_experts", model_values.get("num_local_experts", 0)) or 0)
     row = layers * (12 * hidden + 6 * query + 8 * kv_width + 4 * inner + 4 * experts)
+    # Experts' results before they are added up, from both memories.
+    row += layers * 3 * _choices(model_values) * hidden
     row += 3 * int(model_values.require("vocab_size"))
     # Each result is rounded up to a piece of memory.
     return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
@@ -428,4 +443,11 @@ def activation_bytes(
     logits = 4 * vocab * max(config.scheduler.max_num_seqs, 128)
     # Keys and values of one layer as gathered, narrow and widened.
     gathered = 4 * kv_width * max(max_model_len, 1 << 15)
-    return 4 * (layer + logits + gathered)
+    shared = 3 * _choices(model_values) * hidden * min(rows, MAX_ROWS)
+    return 4 * (layer + logits + gathered + shared)
+
+
+def _choices(model_values: CheckpointConfig) -> int:
+    """Experts that a token chooses."""
+    has_experts = model_values.get("num_experts", model_values.get("num_local_experts", 0))
+    return int(model_values.get("num_experts_per_tok", 2)) if has_experts else 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
+from ambidex.errors import OutOfMemory
+from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
+from ambidex.layers.moe import MoE
+from ambidex.memory.expert_cache import expert_capacities
 from ambidex.memory.placement import (
     ModuleSize,
     Placement,
+    PlacementPlan,
     Rates,
     WeightKind,
     WeightPlace,
@@ -19,6 +24,7 @@ from ambidex.memory.placement import (
     plan_placement,
 )
 from ambidex.memory.split import streamed_rows
+from ambidex.weights.expert_slots import ExpertSlots, HostExperts
 from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
@@ -28,6 +34,9 @@ if TYPE_CHECKING:
     from ambidex.runner.hands import Hands
 
 logger = logging.getLogger(__name__)
+
+#: This part of the accelerator's memory is for copies of experts, where some are on the host.
+CACHE_DIVISOR = 10
 
 
 def placed_weights(model: CausalLM) -> list[Ordered]:
@@ -80,6 +89,42 @@ def start_streaming(hands: Hands, model: CausalLM, offload: OffloadConfig, max_r
     return size
 
 
+def start_expert_cache(hands: Hands, model: CausalLM, mode: str, cache_bytes: int) -> int:
+    """Cache experts of the host on the accelerator, in up to ``cache_bytes`` of its free memory;
+    ``mode``: auto, static or off. Returns the bytes taken."""
+    placed, accelerator = hands.placed, hands.accelerator
+    assert placed is not None
+    assert accelerator is not None
+    order = {id(parameter): i for i, (_, parameter) in enumerate(model.named_parameters())}
+    mixtures = [module for module in submodules(model) if isinstance(module, MoE)]
+    layers = [
+        HostExperts(
+            module.gate_up.data,
+            [weight.host for weight in module.gate_up.data],
+            [weight.host for weight in module.down.data],
+        )
+        for module in sorted(mixtures, key=lambda module: order[id(module.gate_up)])
+        if all(is_on_host(weight) for weight in (*module.gate_up.data, *module.down.data))
+    ]
+    if mode == "off" or not layers:
+        return 0
+    num_experts = min(len(layer.gate_up) for layer in layers)
+    capacities = expert_capacities([layer.slot_bytes for layer in layers], num_experts, cache_bytes)
+    size = ExpertSlots.reserved_bytes(layers, capacities)
+    if size:
+        accelerator.ledger.reserve("weights", "cached experts", size)
+        slots = ExpertSlots(
+            accelerator, placed.host, layers, capacities, is_static=mode == "static"
+        )
+        placed.set_experts(slots)
+    return size
+
+
+def is_on_host(weight: object) -> bool:
+    """Whether the host computes all of a loaded matrix."""
+    return isinstance(weight, PlacedWeight) and weight.resident is None
+
+
 @dataclass(slots=True)
 class Places:
     """``by_path``: of the parameters that are not all on the accelerator. ``num_bytes``: planned
@@ -89,6 +134,8 @@ class Places:
     num_bytes: dict[str, int]
     staging_bytes: int
     notes: list[str]
+    #: Of the accelerator's memory, for copies of the host's experts.
+    cache_bytes: int = 0
 
 
 def plan_places(
@@ -120,12 +167,15 @@ def plan_places(
         ModuleSize(path, sizes[path], _num_rows(parameter), _kind(parameter), tuple(names[path]))
         for path, parameter in parameters.items()
     ]
-    plan = plan_placement(
+    budget = max(accelerator.ledger.free_bytes - other_bytes, 0)
+    host_budget = max(host.free_bytes - host_other_bytes, 0)
+    share = accelerator.ledger.capacity_bytes // CACHE_DIVISOR
+    plan, cache_bytes = plan_with_cache(
         modules,
-        max(accelerator.ledger.free_bytes - other_bytes, 0),
-        max(host.free_bytes - host_other_bytes, 0),
-        config.offload,
-        rates,
+        lambda num_bytes: plan_placement(modules, num_bytes, host_budget, config.offload, rates),
+        budget,
+        share,
+        config.offload.moe_expert_cache,
     )
     places = {
         path: _place(place, parameters[path], sizes[path], rates)
@@ -140,7 +190,42 @@ def plan_places(
         notes.append(
             "--offload-compress has no effect yet: streamed weights cross the link as they are."
         )
-    return Places(places, num_bytes, plan.staging_bytes, notes)
+    return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
+
+
+def plan_with_cache(
+    modules: Sequence[ModuleSize],
+    plan_within: Callable[[int], PlacementPlan],
+    budget: int,
+    share: int,
+    mode: str,
+) -> tuple[PlacementPlan, int]:
+    """A plan for ``budget`` bytes, and what of them is for copies of the host's experts: up to
+    ``share``.
+
+    Where a plan leaves less, and ``mode`` is auto, more experts leave the accelerator to make room:
+    a cache of those that are used most serves more tokens than experts of some layers. Other
+    weights stay where they are.
+    """
+    plan = plan_within(budget)
+    experts = [module for module in modules if module.is_expert]
+    if mode == "off" or not _host_bytes(plan, experts):
+        return plan, 0
+    if mode == "auto":
+        others = [module.path for module in modules if not module.is_expert]
+        with contextlib.suppress(OutOfMemory):  # What was asked for allows of no less.
+            smaller = plan_within(max(budget - share, 0))
+            if all(smaller.places[path] == plan.places[path] for path in others):
+                plan = smaller
+    left = budget - plan.device_bytes - plan.staging_bytes
+    return plan, min(share, left, _host_bytes(plan, experts))
+
+
+def _host_bytes(plan: PlacementPlan, modules: Sequence[ModuleSize]) -> int:
+    """Of weights that are as a whole in one memory."""
+    places = plan.places
+    on_host = (m for m in modules if places[m.path].placement is not Placement.RESIDENT)
+    return sum(module.num_bytes for module in on_host)
 
 
 def _num_rows(parameter: Parameter) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Weight
+    from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
 
 #: Rows are cut at multiples of this.
 ROW_UNIT = 64
@@ -192,6 +193,7 @@ class PlacedKernels:
         self.row_pad = device.kernels.row_pad
         self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
         self._streamer: Streamer | None = None
+        self._experts: ExpertSlots | None = None
         #: Weights with rows on the host, in the order of execution.
         self._order: list[Ordered] = []
         #: Host tensors that do not change, on the device, and the other way round; by address.
@@ -202,9 +204,19 @@ class PlacedKernels:
         self.num_rows = {"resident": 0, "streamed": 0, "host": 0}
 
     @property
+    def host(self) -> QueuedKernels:
+        """The host's table, on its stream."""
+        return self._host
+
+    @property
     def streamer(self) -> Streamer | None:
         """None where nothing is streamed."""
         return self._streamer
+
+    @property
+    def experts(self) -> ExpertSlots | None:
+        """None where no experts of the host are cached."""
+        return self._experts
 
     # ---------------------------------------------------------------- weights
 
@@ -275,8 +287,14 @@ class PlacedKernels:
         self._order = list(order)
         self._streamer = streamer
 
+    def set_experts(self, experts: ExpertSlots | None) -> None:
+        """The accelerator's cache of the host's experts; None: the host computes all of them."""
+        self._experts = experts
+
     def begin_step(self, num_tokens: int, num_logits: int) -> None:
         """Tell how many rows the step's products have."""
+        if self._experts is not None:
+            self._experts.begin_step()
         if self._streamer is None:
             return
         order = []
@@ -293,6 +311,8 @@ class PlacedKernels:
         counts["activation_bytes"] = self.num_activation_bytes
         if self._streamer is not None:
             counts |= self._streamer.counts()
+        if self._experts is not None:
+            counts |= self._experts.counts()
         return counts
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
@@ -318,7 +338,7 @@ class PlacedKernels:
         self._host.stream.close()
         self._copies.clear()
         self._order.clear()
-        self._streamer = None
+        self._streamer = self._experts = None
 
     # ---------------------------------------------------------------- crossing the link
 
@@ -481,12 +501,18 @@ class PlacedKernels:
         experts: Tensor,
         activation: str,
     ) -> Tensor:
-        """Experts lie together: on the accelerator, or all of a layer on the host."""
+        """Experts lie together: on the accelerator, or all of a layer on the host; of those the
+        accelerator computes the ones that are in its cache, where that pays."""
         on_host = [isinstance(weight, PlacedWeight) for weight in (*gate_up, *down)]
         if not any(on_host):
             x, weights, experts = map(self._to_device, (x, weights, experts))
             return self._kernels.moe(x, gate_up, down, weights, experts, activation)
         assert all(on_host), "a layer's experts lie in one memory"
+        if self._experts is not None:
+            layer = self._experts.find(gate_up, *experts.shape)
+            if layer is not None:
+                return self._shared_moe(x, layer, weights, experts, activation)
+            self._experts.note_use(gate_up, experts.numel())
         self.num_rows["host"] += experts.numel()
         return self._host.moe(
             self._to_host(x),
@@ -495,6 +521,25 @@ class PlacedKernels:
             self._to_host(weights),
             self._to_host(experts),
             activation,
+        )
+
+    def _shared_moe(
+        self, x: Tensor, layer: SharedExperts, weights: Tensor, experts: Tensor, activation: str
+    ) -> Tensor:
+        """Each expert where it lies, at the same time; their sum on the accelerator."""
+        assert self._experts is not None
+        chosen = self._to_host(experts)
+        self._experts.note_use(layer.experts.key, chosen.numel(), chosen)
+        # The host's first, so that it begins early.
+        of_host = self._host.expert_outputs(
+            self._to_host(x), layer.host_gate_up, layer.host_down, chosen, activation
+        )
+        x, weights, experts = map(self._to_device, (x, weights, experts))
+        of_device = self._kernels.expert_outputs(
+            x, layer.device_gate_up, layer.device_down, experts, activation
+        )
+        return self._kernels.combine_experts(
+            [of_device, self._to_device(of_host)], weights, experts
         )
 
     # ---------------------------------------------------------------- the rest: on the accelerator
