@@ -316,6 +316,14 @@ def operations() -> dict[str, tuple[list[Any], dict[str, Any]]]:
              "silu"],
             {},
         ),
+        "expert_outputs": (
+            [x, [wide, wide], [narrow, narrow], torch.tensor([[0, 1]] * 4), "silu"],
+            {},
+        ),
+        "combine_experts": (
+            [[torch.randn(4, 2, 64)], torch.rand(4, 2), torch.tensor([[0, 1]] * 4)],
+            {},
+        ),
         "join": ([[x, x.clone()]], {}),
     }  # fmt: skip
 
@@ -362,7 +370,7 @@ def test_every_operation_is_checked() -> None:
     """None is missing above."""
     calls = {name for name in vars(type(make().kernels)) if not name.startswith("_")}
     others = {
-        "can_record", "put", "fetch", "begin_step", "end_step", "pack", "packed_bytes",
+        "can_record", "rate", "put", "fetch", "begin_step", "end_step", "pack", "packed_bytes",
         "pack_table", "pack_head", "head_bytes", "pack_parts", "unpack_gguf", "kv_layout",
         "compress_words", "decompress_words", "expert_outputs", "combine_experts",
     }  # fmt: skip

@@ -390,16 +390,12 @@ class QueuedKernels:
         """Which experts are None is read when the call runs, and at every replay anew: whoever
         changes the lists waits for what was launched before."""
 
-        def work() -> Tensor:
-            used = [pair for _, *pair in _used(gate_up, down, experts)]
-            self._check_memory("expert_outputs", memory_of(used))
-            return self.inner.expert_outputs(x, gate_up, down, experts, activation)
-
+        self._check_memory("expert_outputs", memory_of([list(gate_up), list(down)]))
         shape = (*experts.shape, x.shape[1])
         return self._launch(
             "expert_outputs",
             (x, experts),
-            work,
+            lambda: self.inner.expert_outputs(x, gate_up, down, experts, activation),
             [(shape, torch.float32)],
             cost=lambda: _cost_of(_used(gate_up, down, experts), x),
         )[0]
