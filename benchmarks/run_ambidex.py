@@ -128,8 +128,8 @@ class Runner:
         info = self.llm.info
         level = getattr(self.llm.engine.lane.device.kernels, "level", "reference")
         accounts: Counter[str] = Counter()
-        for row in info.memory:
-            accounts[row.account] += row.num_bytes
+        for memory in info.memory:
+            accounts.update(memory.accounts)
         return {
             "version": self._version,
             "level": str(level),

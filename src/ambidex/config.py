@@ -99,6 +99,9 @@ class CacheConfig:
     kv_cache_bytes: int | None = None
     #: Overrides the sizing; blocks of ``block_size`` tokens.
     num_blocks: int | None = None
+    #: Take its memory from the system at start, so that a server that is ready has it. Not for
+    #: one answer, which would wait for it.
+    prefault: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,44 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where the model computes, and how much of the accelerator's memory may be taken."""
+
+    #: auto | cpu | sim[:key=value,...] | the name of a device that a package adds, [:...] too.
+    device: str = "auto"
+    #: Of the accelerator's memory, for this process.
+    gpu_memory_utilization: float = 0.92
+    #: The same in bytes; the smaller of the two counts.
+    gpu_memory_limit_bytes: int | None = None
+
+    @property
+    def names_accelerator(self) -> bool:
+        """Whether something else than the CPU was asked for; ``auto`` is the CPU so far."""
+        return self.device.partition(":")[0] not in ("auto", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Which weights stay in host memory beside an accelerator, and what happens with them."""
+
+    #: None: decided by what fits; 0: forbidden.
+    cpu_offload_bytes: int | None = None
+    #: Which weights may go (see ``memory.weight_patterns``); empty: all.
+    patterns: tuple[str, ...] = ()
+    #: auto | stream (copied to the accelerator) | compute (by the CPU) | split (both).
+    mode: str = "auto"
+    #: Copy ahead of use, beside the computation.
+    is_async: bool = True
+    #: Layers copied ahead; None: 1.
+    prefetch_step: int | None = None
+    link_limit_bytes_per_s: float | None = None
+    #: Compress what is streamed, where that is faster.
+    compress: bool = False
+    #: auto | static (chosen once, for reproducible runs) | off.
+    moe_expert_cache: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that the engine process needs."""
 
@@ -130,12 +171,16 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     #: Compute threads; None: one per core that this process may use.
     cpu_threads: int | None = None
     #: Compute every step call by call instead of replaying a recorded one.
     enforce_eager: bool = False
     #: Where they run: auto (None means it) | none | numa:0 | 0-15 | 0,2,4.
     cpu_bind: str | None = None
+    #: Compute the largest steps before the engine is ready, so that none of them fails later.
+    warm_up_fully: bool = False
     #: Keep on disk what was quantised while loading.
     quantization_cache: bool = False
 

@@ -60,3 +60,7 @@ class InvalidRequestError(AssertionError):
 
 class KernelError(RuntimeError):
     """A kernel was given a tensor that it cannot work on: wrong shape, type, stride or owner."""
+
+
+class DeviceError(RuntimeError):
+    """Work on a device failed, or a tensor of another device was given to it."""

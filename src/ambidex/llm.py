@@ -21,6 +21,7 @@ from ambidex.engine.engine import Engine
 from ambidex.engine.frontend import Submission, default_frontend
 from ambidex.engine.output import RequestOutput
 from ambidex.engine.progress import Progress
+from ambidex.engine.summary import memory_report
 from ambidex.engine.tokenizer import Tokenizer
 from ambidex.errors import EngineDeadError, RequestError
 from ambidex.options import resolve_keywords
@@ -101,6 +102,11 @@ class LLM:
     ) -> SamplingParams:
         """``values`` by name, completed with :meth:`get_default_sampling_params`."""
         return self._frontend.sampling_params(values, default_max_tokens)
+
+    def memory_snapshot(self) -> dict[str, Any]:
+        """Each memory's ledger by account, and where the weights are: what ``/ledger`` shows."""
+        info = self.engine.info()
+        return memory_report(info.memory, info.modules)
 
     def generate(
         self,

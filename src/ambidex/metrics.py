@@ -6,7 +6,7 @@ only their growth is added here. Names, units and buckets: https://docs.vllm.ai/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,17 @@ ALIASES: Mapping[str, str] = {
 LABELS = ("model_name", "engine")
 
 
+class MemoryCounters(Protocol):
+    """What is reserved of one memory; see ``MemorySnapshot`` in ``memory/ledger.py``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def accounts(self) -> Mapping[str, int]: ...
+
+
 class EngineCounters(Protocol):
     """A snapshot of one engine process; see ``EngineStats`` in ``engine/messages.py``."""
 
@@ -68,6 +79,8 @@ class EngineCounters(Protocol):
     def prefix_cache_hits(self) -> int: ...
     @property
     def num_preemptions(self) -> int: ...
+    @property
+    def memory(self) -> Sequence[MemoryCounters]: ...
 
 
 def token_buckets(limit: int) -> list[int]:
@@ -190,6 +203,18 @@ class Metrics:
             LABELS,
             registry=self._registry,
         ).labels(*self._names)
+        self._capacity = Gauge(
+            "ambidex:memory_capacity_bytes",
+            "What a memory offers to the engine process.",
+            (*LABELS, "memory"),
+            registry=self._registry,
+        )
+        self._reserved = Gauge(
+            "ambidex:memory_reserved_bytes",
+            "What is reserved of a memory, by what it is for.",
+            (*LABELS, "memory", "account"),
+            registry=self._registry,
+        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"vllm:{name}", text, LABELS, registry=self._registry).labels(*self._names)
@@ -249,6 +274,14 @@ class Metrics:
         self._hits.inc(stats.prefix_cache_hits - (last.prefix_cache_hits if last else 0))
         self._preemptions.inc(stats.num_preemptions - (last.num_preemptions if last else 0))
         self._last = stats
+        self.memory(stats.memory)
+
+    def memory(self, memories: Iterable[MemoryCounters]) -> None:
+        """Takes the ledgers over."""
+        for each in memories:
+            self._capacity.labels(*self._names, each.name).set(each.capacity_bytes)
+            for account, num_bytes in each.accounts.items():
+                self._reserved.labels(*self._names, each.name, account).set(num_bytes)
 
     def engine_died(self) -> None:
         """The engine process is gone: nothing runs, and its successor counts from zero."""
@@ -257,6 +290,8 @@ class Metrics:
         self._waiting.set(0)
         self._swapped.set(0)
         self._kv_usage.set(0)
+        self._capacity.clear()
+        self._reserved.clear()
 
     def engine_restarted(self) -> None:
         self._restarts.inc()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ambidex.errors import OptionError
@@ -68,6 +68,10 @@ class Option:
     secret: bool = False
     #: No line at start: set by images and shells, not by people.
     quiet: bool = False
+    #: Works beside an accelerator only; without one it has no effect, for ``reason``.
+    needs_accelerator: bool = False
+    #: Fields that are different beside an accelerator.
+    with_accelerator: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_variable(self) -> bool:
@@ -84,6 +88,16 @@ class Option:
         return self.type in ("json", "json_or_str")
 
 
+def settle(option: Option, has_accelerator: bool) -> Option:
+    """The option as it is on this machine: one that needs an accelerator has no effect without."""
+    if has_accelerator:
+        return replace(option, **option.with_accelerator) if option.with_accelerator else option
+    if option.needs_accelerator:
+        # Without a place for its value: two such options do not say the same thing any more.
+        return replace(option, kind=NO_EFFECT, dest="")
+    return option
+
+
 def show(option: Option, value: Any) -> str:
     """The value as a person would write it, short, and never a secret."""
     if value is None:
@@ -98,6 +112,8 @@ def show(option: Option, value: Any) -> str:
         text = " ".join(str(item) for item in value)
     elif option.type in ("size", "gib") and isinstance(value, int):
         text = show_bytes(value)
+    elif option.type == "bandwidth" and isinstance(value, float):
+        text = f"{value / 1e9:g}GB/s"
     else:
         text = f"{value:g}" if isinstance(value, float) else str(value)
     text = text if text.isprintable() else repr(text)
@@ -289,6 +305,51 @@ def to_gib(raw: Any) -> int:
     return _to_bytes(raw, GIB)
 
 
+_BANDWIDTH = re.compile(r"(.*\d\s*)([KMGTkmgt]i?)?(?:B/s|Bps|B)?", re.ASCII | re.DOTALL)
+
+
+def to_bandwidth(raw: Any) -> float:
+    """Bytes a second; a bare number is GB/s (10^9), and 16GB/s, 16GiB/s, 500MB/s are as they say.
+
+    Bits a second are refused: ``Gb/s`` is eight times less than what is mostly meant.
+    """
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ValueError("")
+    match = _BANDWIDTH.fullmatch(str(raw).strip())
+    if match is None:
+        raise ValueError("the units are GB/s, MB/s, KB/s and GiB/s, MiB/s, KiB/s")
+    return float(to_size(f"{match[1].strip()}{match[2] or 'G'}B"))
+
+
+def to_device(raw: Any) -> str:
+    """``auto``, ``cpu``, or a device with or without settings, ``sim:memory=2GiB,link=4GB/s``.
+
+    What a device makes of its settings it says itself, when it is made.
+    """
+    name, colon, settings = to_str(raw).strip().partition(":")
+    known = name.lower()
+    if known in _HARDWARE or (known in ("auto", "cpu") and not colon):
+        return f"{known}{colon}{settings}"
+    if known == "sim":
+        return f"sim:{settings}" if settings else "sim"
+    added = _added_devices()
+    if name in added:
+        return f"{name}{colon}{settings}"
+    raise ValueError(f"packages here add {', '.join(added) or 'none'}")
+
+
+#: Not there yet, which the table of options says.
+_HARDWARE = ("cuda", "gpu")
+
+
+def _added_devices() -> list[str]:
+    """Devices that installed packages add, by name."""
+    # Here, because reading what is installed takes a while and is hardly ever asked for.
+    from importlib.metadata import entry_points
+
+    return sorted({point.name for point in entry_points(group="ambidex.devices")})
+
+
 def to_context(raw: Any) -> int | str:
     """Tokens, or ``auto``, or ``auto:N`` (the model's limit, but no more than N)."""
     text = str(raw).strip().lower()
@@ -375,6 +436,8 @@ TYPES: Mapping[str, Callable[[Any], Any]] = {
     "context": to_context,
     "threads": to_threads,
     "cpu_bind": to_cpu_bind,
+    "bandwidth": to_bandwidth,
+    "device": to_device,
     "json": to_json,
     "json_or_str": to_json_or_str,
     "list": to_list,
@@ -393,6 +456,8 @@ EXPECTED: Mapping[str, str] = {
     "context": "a number of tokens such as 8192, 8k or 1M, or auto, or auto:131072",
     "threads": "a whole number",
     "cpu_bind": "auto, none, numa:0, or CPUs such as 0-15 or 0,2,4",
+    "bandwidth": "a rate such as 16GB/s, 500MB/s or a number of GB/s",
+    "device": "one of auto, cpu, sim, sim:memory=2GiB,link=4GB/s, or a device of a package",
     "json": "a JSON object such as '{\"key\": 1}' (in single quotes, for the shell)",
     "json_or_str": "a JSON object or a word",
     "list": "one or more values, or a JSON list",

@@ -11,11 +11,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ambidex.config import (
     CacheConfig,
+    DeviceConfig,
     EngineConfig,
     LogConfig,
     ModelConfig,
@@ -23,7 +24,17 @@ from ambidex.config import (
     ServerConfig,
 )
 from ambidex.errors import OptionError
-from ambidex.option_types import NO_EFFECT, REFUSED, WORKS, Option, convert, refusal, show
+from ambidex.option_types import (
+    NO_EFFECT,
+    REFUSED,
+    WORKS,
+    Option,
+    convert,
+    refusal,
+    settle,
+    show,
+)
+from ambidex.options_accelerator import device_config, offload_config
 from ambidex.options_table import GROUPS, OPTIONS, SERVER
 
 __all__ = [
@@ -176,6 +187,8 @@ class Resolved:
                 enable_log_requests=values["enable_log_requests"],
                 disable_log_stats=values["disable_log_stats"],
             ),
+            device=device_config(values),
+            offload=offload_config(values, self.sources),
             cpu_threads=values["cpu_threads"],
             enforce_eager=values["enforce_eager"],
             cpu_bind=values["cpu_bind"],
@@ -230,15 +243,15 @@ def resolve(
     """
     table = _Table((*extra, *OPTIONS))
     given, positionals = _parse_argv(argv, table)
-    notes = list(_repeated(given))
-    if positionals and command in _MODEL_COMMANDS:
-        given.append(_positional_model(positionals, given, table))
     source = FileOptions("the configuration", file) if isinstance(file, Mapping) else file
     from_env, unknown = _read_env(env, table)
-    layers = [given, from_env]
+    from_file = _read_file(source, table) if source is not None else []
+    layers = _settled([given, from_env, from_file])
+    notes = list(_repeated(layers[0]))
+    if positionals and command in _MODEL_COMMANDS:
+        layers[0].append(_positional_model(positionals, given, table))
     if source is not None:
         notes += source.notes
-        layers.append(_read_file(source, table))
     values, sources, judged = _judge(layers, table, command)
     if source is not None and source.fallback_model is not None and not values.get("model"):
         values["model"] = source.fallback_model
@@ -264,7 +277,7 @@ def resolve_keywords(keywords: Mapping[str, Any], env: Mapping[str, str]) -> Res
         if value is not None:
             given.append(_Given(option, value, name, ARGUMENT, negated))
     from_env, unknown = _read_env(env, table)
-    values, sources, judged = _judge([given, from_env], table, "LLM")
+    values, sources, judged = _judge(_settled([given, from_env]), table, "LLM")
     return Resolved("run", values, sources, (*judged, *unknown), ())
 
 
@@ -529,6 +542,18 @@ def _read_file(file: FileOptions, table: _Table) -> list[_Given]:
             source = f"file ({where})"
             given.append(_Given(option, value, f"{where}: {key}", source, negated, tuple(path)))
     return given
+
+
+def _settled(layers: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
+    """The same mentions, with what the options are beside the device that the layers name."""
+    mentions = ([one for one in layer if one.option.dest == "device"] for layer in layers)
+    named = next(filter(None, mentions), [])
+    device = convert(named[-1].option, named[-1].raw, named[-1].where) if named else "auto"
+    has_accelerator = DeviceConfig(device).names_accelerator
+    return [
+        [replace(one, option=settle(one.option, has_accelerator)) for one in layer]
+        for layer in layers
+    ]
 
 
 def _judge(

@@ -26,7 +26,7 @@ def _row(name: str, kind: str, reason: str, type: str, more: dict[str, Any]) -> 
     return Option(first, kind, type, reason=reason, aliases=tuple(aliases), **more)
 
 
-ONE = "one process on one CPU computes, there is nothing to share out"
+ONE = "one process computes, there is nothing to share out"
 _PARALLEL = (
     "computing on several devices is not built yet",
     "Use 1 (or leave it out): the CPU lane runs the whole model with all cores.",
@@ -63,6 +63,7 @@ _KV_SCALES = "a KV cache in int8 takes its scales from each token"
 _KV_REMOTE = ("moving KV between machines is not built yet", "Leave it out.")
 _ONE_HOST = "one machine computes, there is no other rank to meet"
 _ACCESS = "access lines show only with --uvicorn-log-level info"
+_NO_OFFLOAD = "there is no accelerator to offload from"
 _OTHER_ENGINE = "it is another engine's name"
 MMAP = "weights are mapped from the file, one tensor at a time"
 
@@ -118,7 +119,12 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
         "--cpu-distributed-timeout-seconds",
         _ONE_HOST,
     ),
-    *no_effect("--device-ids", "there is no accelerator to number", "list"),
+    *no_effect(
+        "--device-ids",
+        "there is no accelerator to number",
+        "list",
+        with_accelerator={"reason": "--device names the one accelerator"},
+    ),
     # Graphs, compilation, kernels.
     *no_effect(
         "--compilation-config|-cc|-O --optimization-level --performance-mode --kernel-config "
@@ -199,10 +205,18 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
     ),
     *no_effect(
         "--offload-backend --offload-group-size --offload-num-in-group",
-        "there is no accelerator to offload from",
+        _NO_OFFLOAD,
+        with_accelerator={"reason": "--offload-layers and --offload-mode say what goes, and how"},
     ),
     *no_effect(
-        "--cpu-offload-params --offload-params", "there is no accelerator to offload from", "list"
+        "--cpu-offload-params --offload-params",
+        _NO_OFFLOAD,
+        "list",
+        with_accelerator={
+            "kind": REFUSED,
+            "reason": "weights to offload are named by --offload-layers",
+            "replacement": "Use --offload-layers '*.NAME' for each NAME.",
+        },
     ),
     *refused(
         "--scheduler-cls --worker-extension-cls --io-processor-plugin --tool-parser-plugin "
@@ -564,5 +578,9 @@ KNOWN_OPTIONS: tuple[Option, ...] = (
     *no_effect(
         "--n-gpu-layers|-ngl|--gpu-layers --mem-fraction-static",
         "there is no accelerator, the CPU holds every layer",
+        with_accelerator={
+            "reason": "--cpu-offload-gb or --offload-layers say which weights stay with the CPU, "
+            "--gpu-memory-utilization how much memory is taken"
+        },
     ),
 )

@@ -1,12 +1,13 @@
-"""The table of options: what works, and what people write for hardware that is not here.
+"""The table of options.
 
-``options_known.py`` and
-``options_variables.py`` hold the long tail. One row says everything about an option.
+``options_accelerator.py`` holds what needs an accelerator, ``options_known.py`` and
+``options_variables.py`` the long tail. One row says everything about an option.
 """
 
 from __future__ import annotations
 
-from ambidex.option_types import NO_EFFECT, REFUSED, WORKS, Option
+from ambidex.option_types import WORKS, Option
+from ambidex.options_accelerator import ACCELERATOR, ACCELERATOR_OPTIONS, HARDWARE_OPTIONS
 from ambidex.options_known import KNOWN_OPTIONS
 from ambidex.options_variables import KNOWN_VARIABLES
 
@@ -19,7 +20,7 @@ OTHER = "Other"
 ENVIRONMENT = "Environment"
 
 #: In the order of ``--help``.
-GROUPS = (MODEL, MEMORY, COMPUTE, LOGS, SERVER, OTHER)
+GROUPS = (MODEL, MEMORY, COMPUTE, ACCELERATOR, LOGS, SERVER, OTHER)
 
 _FLOATS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
 _FLOATS |= {"float": "float32", "fp32": "float32"}
@@ -36,17 +37,6 @@ _QUANTISED_FORMS = (
     "auto-round inc ipex marlin gptq_marlin_24 *bitblas moe_wna16 rtn aqlm squeezellm deepspeedfp "
     "fp_quant petit_nvfp4 int8_* w8a8* w4a16*"
 )
-_NO_ACCELERATOR = "the CPU is the only lane, there is no accelerator"
-_NO_OFFLOAD = "there is no accelerator to offload from, every weight is in host memory already"
-_HOST_KV = (
-    "the KV cache is in host memory already; --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE "
-    "gives its size"
-)
-_LANE = (
-    "only the CPU lane is built yet, and a lane that is absent is never replaced in silence. "
-    "Leave the option out, or give cpu."
-)
-_NUMA = "--cpu-bind says where threads run, nodes too"
 
 _MODEL_OPTIONS = (
     Option(
@@ -327,27 +317,6 @@ _MEMORY_OPTIONS = (
 
 _COMPUTE_OPTIONS = (
     Option(
-        "--device",
-        WORKS,
-        group=COMPUTE,
-        default="auto",
-        choices=("auto", "cpu"),
-        refused_values={
-            "cuda*": _LANE,
-            "gpu*": _LANE,
-            "rocm*": _LANE,
-            "hip*": _LANE,
-            "xpu*": _LANE,
-            "hpu*": _LANE,
-            "tpu*": _LANE,
-            "mps*": _LANE,
-            "neuron*": _LANE,
-            "openvino*": _LANE,
-            "sim*": _LANE,
-        },
-        help="auto or cpu.",
-    ),
-    Option(
         "--cpu-threads",
         WORKS,
         type="threads",
@@ -605,94 +574,16 @@ _OTHER_OPTIONS = (
 )
 
 
-def _lane(name: str, help: str) -> Option:
-    """An option that names a lane: cpu and auto are what happens anyway."""
-    return Option(
-        name,
-        REFUSED,
-        reason="only the CPU lane is built yet, and an absent lane is never replaced in silence",
-        replacement="Leave the option out, or give cpu.",
-        harmless=("cpu", "auto"),
-        harmless_reason="the CPU is the only lane",
-        help=help,
-    )
-
-
-# What people write for a machine with an accelerator. Without one the answer is the same, so most
-# have no effect; a lane or a machine that is asked for by name and absent is refused.
-_HARDWARE_OPTIONS = (
-    Option(
-        "--gpu-memory-utilization",
-        NO_EFFECT,
-        "float",
-        low=0,
-        high=1,
-        unit="a fraction of the device's memory",
-        reason=_NO_ACCELERATOR,
-        aliases=("--device-memory-utilization",),
-    ),
-    Option("--gpu-memory-limit", NO_EFFECT, "gib", low=0, reason=_NO_ACCELERATOR),
-    Option("--cpu-offload-gb", NO_EFFECT, "gib", low=0, unit="GiB", reason=_NO_OFFLOAD),
-    Option("--cpu-offload-size", NO_EFFECT, "gib", low=0, unit="GiB", reason=_NO_OFFLOAD),
-    Option("--cpu-offload", NO_EFFECT, "flag", reason=_NO_OFFLOAD),
-    Option("--async-cpu-offload", NO_EFFECT, "flag", reason=_NO_OFFLOAD),
-    Option("--offload-layers", NO_EFFECT, "list", reason=_NO_OFFLOAD),
-    Option(
-        "--offload-mode",
-        NO_EFFECT,
-        choices=("auto", "stream", "compute", "split"),
-        reason=_NO_OFFLOAD,
-    ),
-    Option("--offload-compress", NO_EFFECT, "flag", reason=_NO_OFFLOAD),
-    Option("--offload-prefetch-step", NO_EFFECT, "count", low=0, reason=_NO_OFFLOAD),
-    Option(
-        "--pcie-bandwidth-limit",
-        NO_EFFECT,
-        "any",
-        env=("VLLM_PCIE_BW_LIMIT",),
-        reason=_NO_OFFLOAD,
-    ),
-    Option("--moe-expert-cache", NO_EFFECT, "any", reason=_NO_OFFLOAD),
-    Option("--swap-space", NO_EFFECT, "gib", low=0, unit="GiB", reason=_HOST_KV),
-    Option("--kv-offloading-size", NO_EFFECT, "gib", low=0, unit="GiB", reason=_HOST_KV),
-    Option("--kv-offloading-backend", NO_EFFECT, reason=_HOST_KV),
-    Option("--num-gpu-blocks", NO_EFFECT, "count", low=0, unit="blocks", reason=_NO_ACCELERATOR),
-    Option("--max-prefill-len", NO_EFFECT, "count", low=0, reason="the CPU prefills every prompt"),
-    _lane("--prefill-device", "Lane of the prefill."),
-    _lane("--decode-device", "Lane of the decode."),
-    Option(
-        "--decode-url",
-        REFUSED,
-        reason="handing a request to another machine is not built yet",
-        replacement="Leave it out: this machine then decodes too.",
-    ),
-    Option("--numa-bind", REFUSED, "flag", reason=_NUMA, replacement="Use --cpu-bind numa:0."),
-    Option(
-        "--numa-bind-nodes",
-        REFUSED,
-        "list",
-        reason=_NUMA,
-        replacement="Use --cpu-bind numa:0.",
-    ),
-    Option(
-        "--numa-bind-cpus",
-        REFUSED,
-        "list",
-        reason=_NUMA,
-        replacement="Use --cpu-bind 0-15.",
-    ),
-)
-
-
 #: Every known option and variable, working ones first; a name occurs once (a test checks it).
 OPTIONS: tuple[Option, ...] = (
     *_MODEL_OPTIONS,
     *_MEMORY_OPTIONS,
     *_COMPUTE_OPTIONS,
+    *ACCELERATOR_OPTIONS,
     *_LOG_OPTIONS,
     *_SERVER_OPTIONS,
     *_OTHER_OPTIONS,
-    *_HARDWARE_OPTIONS,
+    *HARDWARE_OPTIONS,
     *KNOWN_OPTIONS,
     *KNOWN_VARIABLES,
 )

@@ -57,7 +57,7 @@ KNOWN_VARIABLES: tuple[Option, ...] = (
     Option("NO_COLOR", WORKS, help="Any value: no colours."),
     *(Option(name, WORKS, quiet=True) for name in _LIBRARIES),
     # Device and build.
-    *no_effect("VLLM_TARGET_DEVICE", "the CPU lane is the only one"),
+    *no_effect("VLLM_TARGET_DEVICE", "--device says where the model computes"),
     *no_effect("VLLM_WORKER_MULTIPROC_METHOD", "processes are always spawned"),
     *no_effect("VLLM_ENABLE_V1_MULTIPROCESSING", ALWAYS_PROCESS),
     *no_effect(
@@ -80,6 +80,9 @@ KNOWN_VARIABLES: tuple[Option, ...] = (
         "VLLM_USE_CUDNN_PREFILL VLLM_USE_AITER* VLLM_MARLIN_* VLLM_SKIP_P2P_CHECK "
         "VLLM_DEBUG_WORKSPACE HPU_* PT_HPU_* HABANA_* SAFETENSORS_FAST_GPU",
         _ACCELERATOR,
+        with_accelerator={
+            "reason": "it is read by libraries of other accelerators than those here"
+        },
     ),
     # Several devices and machines.
     *no_effect(

@@ -276,6 +276,29 @@ def test_moe(hidden: int, width: int) -> None:
     torch.testing.assert_close(y, expected.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("owners", [(0,) * 6, (0, 1) * 3, (2, 0, 1, 1, 0, 2)])
+def test_experts_of_several_memories(owners: tuple[int, ...]) -> None:
+    """The bits of one call, however experts are dealt out."""
+    hidden, width, top_k = 64, 40, 3
+    x = normal(37, hidden)
+    gate_up = normal(len(owners), 2 * width, hidden, seed=2) / hidden**0.5
+    down = normal(len(owners), hidden, width, seed=3) / width**0.5
+    weights, chosen = reference.route_experts(
+        normal(37, len(owners), seed=4), top_k, normalise=True
+    )
+    whole = reference.moe(x, gate_up, down, weights, chosen, "silu")
+    parts = []
+    for part in range(3):
+        held = [
+            [w if owner == part else None for w, owner in zip(matrices, owners, strict=True)]
+            for matrices in (gate_up, down)
+        ]
+        parts.append(reference.expert_outputs(x, held[0], held[1], chosen, "silu"))
+        assert not parts[-1][torch.tensor(owners)[chosen] != part].any()
+    total = reference.combine_experts(parts, weights, chosen)
+    assert torch.equal(total.view(torch.int32), whole.view(torch.int32))
+
+
 # ---------------------------------------------------------------- attention
 
 

@@ -7,23 +7,21 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ambidex.device.cpu import CPUDevice
 from ambidex.errors import OptionError
-from ambidex.kernels.cpu.numa import PagePlacer, Share, node_shares
-from ambidex.kernels.cpu.topology import (
-    ThreadPlan,
-    Topology,
-    cut,
-    format_cpus,
-    parse_cpus,
-    plan_threads,
-    read_topology,
-)
+from ambidex.kernels.cpu.numa import FillingPlacer, PagePlacer, Placer, Share, node_shares
+from ambidex.kernels.cpu.topology import ThreadPlan, Topology, cut, plan_threads, read_topology
+from ambidex.kernels.native import NativeKernels
+from ambidex.sysfs import device_node, format_cpus, parse_cpus
 
 
 def machine(
@@ -32,6 +30,7 @@ def machine(
     cores: int,
     threads_a_core: int = 1,
     nodes: Mapping[int, str] | None = None,
+    distances: Mapping[int, str] | None = None,
     allowed: str | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Topology:
@@ -47,7 +46,8 @@ def machine(
     for number, cpus in (nodes or {}).items():
         folder = f"sys/devices/system/node/node{number}"
         texts[f"{folder}/cpulist"] = cpus + "\n"
-        texts[f"{folder}/meminfo"] = f"Node {number} MemTotal:       1024 kB\n"
+    for number, row in (distances or {}).items():
+        texts[f"sys/devices/system/node/node{number}/distance"] = row + "\n"
     if nodes:
         texts["sys/devices/system/node/online"] = format_cpus(nodes) + "\n"
     for name, text in {**texts, **(files or {})}.items():
@@ -62,8 +62,9 @@ def plan(
     cpu_threads: int | None = None,
     cpu_bind: str | None = None,
     environment: Mapping[str, str] | None = None,
+    near_node: int | None = None,
 ) -> ThreadPlan:
-    return plan_threads(cpu_threads, cpu_bind, environment or {}, found)
+    return plan_threads(cpu_threads, cpu_bind, environment or {}, found, near_node)
 
 
 def refused(found: Topology, cpu_bind: str) -> str:
@@ -97,11 +98,7 @@ def test_offline_cpus_are_not_used(tmp_path: Path) -> None:
 
 def test_nodes_without_cpus_are_memories(tmp_path: Path) -> None:
     found = machine(tmp_path, cores=4, nodes={0: "0-1", 1: "2-3", 2: ""})
-    assert [(node.number, node.cpus, node.memory_bytes) for node in found.nodes] == [
-        (0, (0, 1), 2**20),
-        (1, (2, 3), 2**20),
-        (2, (), 2**20),
-    ]
+    assert [(node.number, node.cpus) for node in found.nodes] == [(0, (0, 1)), (1, (2, 3)), (2, ())]
     message = refused(found, "numa:2")
     assert "no CPU" in message and "node 1 has 2-3" in message
     assert "there is no NUMA node 5; this machine has 0-2" in refused(found, "numa:5")
@@ -235,6 +232,143 @@ def test_lists_of_cpus(cpus: set[int]) -> None:
     assert parse_cpus(format_cpus(cpus)) == tuple(sorted(cpus))
 
 
+# --- beside an accelerator ---------------------------------------------------------------------
+
+
+def test_a_devices_node(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices"
+    for address, text in (("0000:3b:00.0", "1\n"), ("0000:86:00.1", "-1\n"), ("10de:01:00.0", "3")):
+        (folder / address).mkdir(parents=True)
+        (folder / address / "numa_node").write_text(text)
+    for address in ("0000:3b:00.0", "00000000:3B:00.0", "3b:00.0"):
+        assert device_node(address, tmp_path) == 1
+    assert device_node("10DE:01:00.0", tmp_path) == 3
+    assert device_node("0000:86:00.1", tmp_path) is None, "the firmware does not say"
+    assert device_node("0000:99:00.0", tmp_path) is None, "there is no such device"
+    for wrong in ("", "gpu0", "0000:3b:00.8", "../../../etc", "0000:3b:00.0/x"):
+        with pytest.raises(ValueError, match="is not the address of a PCI device"):
+            device_node(wrong, tmp_path)
+
+
+def test_one_node_is_always_near(tmp_path: Path) -> None:
+    found = machine(tmp_path, cores=4, nodes={0: "0-3"})
+    assert plan(found, near_node=0) == plan(found)
+
+
+def two_nodes(root: Path, **more: Any) -> Topology:
+    """Cores 0 to 3 are on node 0, 4 to 7 on node 1, each with a sibling."""
+    return machine(root, cores=8, threads_a_core=2, nodes={0: "0-3,8-11", 1: "4-7,12-15"}, **more)
+
+
+def test_unknown_near_node_changes_nothing(tmp_path: Path) -> None:
+    made = plan(two_nodes(tmp_path), near_node=None)
+    assert (made.num_threads, made.nodes, made.within) == (8, (0,) * 4 + (1,) * 4, ())
+
+
+def test_threads_stay_on_the_accelerators_node(tmp_path: Path) -> None:
+    found = two_nodes(tmp_path)
+    made = plan(found, near_node=1)
+    assert (made.num_threads, made.cpus, made.nodes) == (4, (), ())
+    assert made.within == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert made.seats == (4, 5, 6, 7)
+    assert "4 of 8 cores compute" in made.notes[0] and "--cpu-threads 8" in made.notes[0]
+    few = plan(found, 3, near_node=1)
+    assert (few.num_threads, few.within, few.seats) == (3, made.within, (4, 5, 6))
+    assert few.notes == ()
+    first, second = cut(made, [1, 1])
+    assert (first.cpus, second.cpus) == ((4, 5), (6, 7))
+
+
+def test_more_threads_than_the_accelerators_node_has_cores(tmp_path: Path) -> None:
+    found = two_nodes(tmp_path)
+    made = plan(found, 6, near_node=1)
+    assert made.cpus == (4, 5, 6, 7, 0, 1)
+    assert made.nodes == (1, 1, 1, 1, 0, 0)
+    assert (made.within, made.notes) == ((), ())
+    assert plan(found, 8, near_node=1).num_threads == 8
+    every = plan(found, 16, near_node=1)
+    assert (every.num_threads, every.cpus, every.within) == (16, (), ())
+    assert "may use 16 CPUs" in plan(found, 17, near_node=1).notes[0]
+
+
+def test_what_the_user_binds_counts_more_than_the_accelerator(tmp_path: Path) -> None:
+    found = two_nodes(tmp_path)
+    for bind in ("0-1", "numa:0", "none", "nobind"):
+        assert plan(found, cpu_bind=bind, near_node=1) == plan(found, cpu_bind=bind)
+        variable = {"VLLM_CPU_OMP_THREADS_BIND": bind}
+        assert plan(found, environment=variable, near_node=1) == plan(found, cpu_bind=bind)
+    assert plan(found, cpu_bind="auto", near_node=1) == plan(found, near_node=1)
+
+
+@pytest.mark.parametrize(("quota_us", "num_threads"), [(200000, 2), (600000, 4)])
+def test_a_quota_beside_an_accelerator(tmp_path: Path, quota_us: int, num_threads: int) -> None:
+    limit = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota_us} 100000\n"}
+    found = two_nodes(tmp_path, files=limit)
+    made = plan(found, near_node=1)
+    assert made.num_threads == num_threads
+    assert (made.cpus, made.seats) == ((), ()), "which CPUs: the system's choice on that node"
+    assert made.within == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert plan(found, 6, near_node=1).within == ()
+
+
+def test_a_node_without_cpus_has_no_threads(tmp_path: Path) -> None:
+    found = machine(
+        tmp_path,
+        cores=4,
+        nodes={0: "0-1", 1: "2-3", 2: ""},
+        distances={0: "10 21 14", 1: "21 10 24", 2: "14 24 10"},
+    )
+    assert plan(found, near_node=1).within == (2, 3)
+    made = plan(found, near_node=2)
+    assert made.within == (0, 1)
+    assert "NUMA node 2: its threads run on node 0, the nearest" in made.notes[0]
+
+
+def test_a_cpuset_without_the_accelerators_node(tmp_path: Path) -> None:
+    found = machine(
+        tmp_path,
+        cores=8,
+        nodes={0: "0-1", 1: "2-3", 2: "4-5", 3: "6-7"},
+        distances={0: "10 32 32 32", 1: "32 10 32 21", 2: "32 32 10 12", 3: "32 21 12 10"},
+        allowed="0-5",
+    )
+    made = plan(found, near_node=3)
+    assert made.within == (4, 5)
+    assert "None of the 6 CPUs that this process may use is on" in made.notes[0]
+    assert "node 2, the nearest" in made.notes[0] and "--cpuset-cpus" in made.notes[0]
+    assert plan(found, 4, near_node=3).cpus == (4, 5, 2, 3)
+    assert plan(found, 4, near_node=3).nodes == (2, 2, 1, 1)
+
+
+def test_a_cpuset_of_one_far_node(tmp_path: Path) -> None:
+    found = two_nodes(tmp_path, allowed="0-3", distances={0: "10 21", 1: "21 10"})
+    made = plan(found, near_node=1)
+    assert (made.num_threads, made.cpus, made.seats) == (4, (), (0, 1, 2, 3))
+    assert len(made.notes) == 1 and "node 0, the nearest" in made.notes[0]
+
+
+def test_a_node_that_is_not_there(tmp_path: Path) -> None:
+    made = plan(two_nodes(tmp_path), near_node=7)
+    assert made.num_threads == 8
+    assert "node 7 is not one of this machine's (0-1)" in made.notes[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_the_lanes_thread_stays_within(kernels: str) -> None:
+    def allowed_in(within: tuple[int, ...]) -> set[int]:
+        device = CPUDevice(1, within=within, kernels=kernels)
+        device.close()
+        return os.sched_getaffinity(0)
+
+    own = os.sched_getaffinity(0)
+    one = min(own)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(allowed_in, ()).result() == own
+        assert pool.submit(allowed_in, (one,)).result() == {one}
+    assert os.sched_getaffinity(0) == own
+
+
 # --- groups ------------------------------------------------------------------------------------
 
 
@@ -313,6 +447,87 @@ def test_pages_are_placed_once(
             if address + share.start <= first
         )
         assert share.node == node
+
+
+def whole_pages(placer: Placer) -> int:
+    """Bytes of 40 weights of 10 chunks of 1 MiB, on page boundaries, that ``placer`` was given."""
+    for weight in range(40):
+        assert placer.place(2**30 + weight * 10 * 2**20, 10, 2**20)
+    return 40 * 10 * 2**20
+
+
+def test_threads_of_two_nodes_share_one_copy(tmp_path: Path) -> None:
+    made = plan(two_nodes(tmp_path), 6, near_node=1)
+    placer = PagePlacer(made.nodes, lambda first, size, node: 0, page_bytes=4096)
+    assert whole_pages(placer) == sum(placer.placed_bytes.values())
+    # Four of six threads are on node 1: they have 6 of 10 chunks.
+    assert placer.placed_bytes == {1: 40 * 6 * 2**20, 0: 40 * 4 * 2**20}
+
+
+def test_filling_nodes_is_one_copy() -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def bind(first: int, num_bytes: int, node: int) -> int:
+        calls.append((first, num_bytes, node))
+        return 0
+
+    MiB = 2**20
+    placer = FillingPlacer([(1, 255 * MiB), (0, 0), (2, 100 * MiB)], bind, page_bytes=4096)
+    whole_pages(placer)
+    assert placer.placed_bytes == {1: 255 * MiB, 2: 100 * MiB}, "the last 45 MiB: as may be"
+    assert calls[24] == (2**30 + 240 * MiB, 10 * MiB, 1)
+    assert calls[25:27] == [
+        (2**30 + 250 * MiB, 5 * MiB, 1),
+        (2**30 + 255 * MiB, 5 * MiB, 2),
+    ]
+    assert not FillingPlacer([], bind).place(0, 1, MiB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30_000)), max_size=5),
+    st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
+    st.integers(1, 20_000),
+)
+def test_filled_pages_are_placed_once(
+    parts: list[tuple[int, int]], sizes: list[int], address: int
+) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def bind(first: int, num_bytes: int, node: int) -> int:
+        calls.append((first, num_bytes))
+        return 0
+
+    placer = FillingPlacer(parts, bind, page_bytes=4096)
+    first, start = address, address
+    for size in sizes:
+        placer.place(start, 1, size)
+        start += size
+    pages = [page for begin, size in calls for page in range(begin, begin + size, 4096)]
+    assert pages == sorted(set(pages))
+    assert all(first <= page and page + 4096 <= start for page in pages)
+    assert sum(placer.placed_bytes.values()) == 4096 * len(pages)
+    for node, placed in placer.placed_bytes.items():
+        # Pages are rounded to the node of their first byte: less than one a weight and part.
+        room = sum(size for number, size in parts if number == node)
+        assert placed < room + 4096 * (len(sizes) + len(parts))
+
+
+def test_only_weights_that_stay_are_placed() -> None:
+    """What is packed to be cut is not: it would use up the nodes' room."""
+    device = CPUDevice(1, kernels="native")
+    kernels = cast(NativeKernels, device.kernels)
+    placer = FillingPlacer([(1, 2**30)], lambda first, size, node: 0, page_bytes=4096)
+    kernels.fill_nodes(placer)
+    with kernels.temporary_weights():
+        kernels.pack(torch.zeros(512, 1024))
+        assert placer.placed_bytes == {}
+        kept = kernels.keep([torch.zeros(2**20, dtype=torch.uint8)])
+        # All but parts of pages at both ends.
+        assert 2**20 - 8192 < placer.placed_bytes[1] <= kept.nbytes == 2**20
+    kernels.pack(torch.zeros(512, 1024))
+    assert 3 * 2**20 - 16384 < placer.placed_bytes[1] <= 3 * 2**20
+    device.close()
 
 
 def test_one_node_needs_no_placing() -> None:

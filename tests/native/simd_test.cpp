@@ -1,4 +1,4 @@
-// Every function of simd.h and simd_math.h against plain loops. Built once a level
+// Every function of simd.h, simd_math.h and simd_bytes.h against plain loops. Built once a level
 // (-DAMBIDEX_TESTS=ON); prints what differs and ends with 1, or prints the number of checks.
 #include <sys/mman.h>
 #include <unistd.h>
@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 
+#include "simd_bytes.h"
 #include "simd_math.h"
 
 using namespace ambidex::AMBIDEX_LEVEL;
@@ -272,6 +273,15 @@ void test_arithmetic() {
     check_binary("min", [](f32x16 a, f32x16 b) { return min(a, b); },
                  [=](float a, float b) { return is_nan(a, b) ? b : (a < b ? a : b); });
     check_unary("abs", [](f32x16 a) { return abs(a); }, [](float a) { return std::fabs(a); });
+    check_binary("or_bits", [](f32x16 a, f32x16 b) { return or_bits(a, b); },
+                 [](float a, float b) {
+                     uint32_t bits, more;
+                     std::memcpy(&bits, &a, sizeof bits);
+                     std::memcpy(&more, &b, sizeof more);
+                     bits |= more;
+                     std::memcpy(&a, &bits, sizeof bits);
+                     return a;
+                 });
     check_unary("sqrt", [](f32x16 a) { return sqrt(a); }, [](float a) { return std::sqrt(a); });
     check_unary("round", [](f32x16 a) { return round(a); },
                 [](float a) { return std::nearbyint(a); });
@@ -384,6 +394,42 @@ void test_functions() {
     }
 }
 
+void test_bytes() {
+    uint8_t x[64], y[64], numbers[64], table[16];
+    uint16_t words[64];
+    // What a vector holds, as the low bytes of words.
+    auto expect = [&](const char* what, u8x64 got, auto&& want) {
+        store_words(words, got, zero_u8());
+        for (int i = 0; i < 64; ++i) check_int(what, words[i], uint8_t(want(i)));
+    };
+    for (int round = 0; round < kRounds; ++round) {
+        for (int i = 0; i < 64; ++i) {
+            x[i] = uint8_t(random_bits());
+            y[i] = uint8_t(random_bits());
+            numbers[i] = uint8_t(random_bits() % 16);
+        }
+        for (int i = 0; i < 16; ++i) table[i] = uint8_t(random_bits());
+        uint64_t bits = uint64_t(random_bits()) << 32 | random_bits();
+        uint8_t value = uint8_t(random_bits());
+        expect("load_bytes", load_bytes(x), [&](int i) { return x[i]; });
+        expect("broadcast_u8", broadcast_u8(value), [&](int) { return value; });
+        expect("zero_u8", zero_u8(), [](int) { return 0; });
+        expect("& of bytes", load_bytes(x) & load_bytes(y), [&](int i) { return x[i] & y[i]; });
+        expect("| of bytes", load_bytes(x) | load_bytes(y), [&](int i) { return x[i] | y[i]; });
+        expect("where_bits", where_bits(bits, value),
+               [&](int i) { return (bits >> i & 1) != 0 ? value : 0; });
+        for (int bit = 1; bit < 256; bit *= 2) {
+            uint64_t want = 0;
+            for (int i = 0; i < 64; ++i) want |= uint64_t((x[i] & bit) != 0) << i;
+            check(set_bits(load_bytes(x), uint8_t(bit)) == want, "set_bits", bit, bit);
+        }
+        expect("look_up", look_up(load_table(table), load_bytes(numbers)),
+               [&](int i) { return table[numbers[i]]; });
+        store_words(words, load_bytes(x), load_bytes(y));
+        for (int i = 0; i < 64; ++i) check_int("store_words", words[i], x[i] | y[i] << 8);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -395,6 +441,7 @@ int main() {
     test_reductions();
     test_integers();
     test_functions();
+    test_bytes();
     std::printf("%ld checks, %ld failed\n", num_checks, num_failed);
     return num_failed == 0 ? 0 : 1;
 }

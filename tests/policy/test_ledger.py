@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ambidex.errors import OutOfMemory
-from ambidex.memory.host import _limit_from_sysconf, host_capacity_bytes, host_limits
-from ambidex.memory.ledger import ACCOUNTS, Ledger, format_bytes
+from ambidex.memory.host import (
+    _limit_from_sysconf,
+    host_capacity_bytes,
+    host_limits,
+    process_bytes,
+)
+from ambidex.memory.ledger import ACCOUNTS, Ledger, format_bytes, is_host_memory
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -104,6 +109,50 @@ def test_used_is_always_the_sum_of_the_table(sizes: list[int]) -> None:
                 ledger.reserve("weights", "x", size)
         assert ledger.used_bytes == sum(row.num_bytes for row in ledger.table())
         assert ledger.used_bytes == sum(r.num_bytes for r in held) <= 200
+
+
+def test_what_was_held_before_the_measurement_takes_nothing_of_it() -> None:
+    ledger = Ledger("host", 4 * GiB)
+    ledger.record("runtime", "process", GiB)
+    assert (ledger.capacity_bytes, ledger.used_bytes, ledger.free_bytes) == (5 * GiB, GiB, 4 * GiB)
+    ledger.reserve("weights", "layers", 4 * GiB)
+    with pytest.raises(OutOfMemory, match=r"5\.00 GiB free.*weights 4\.00 GiB, runtime 1\.00 GiB"):
+        ledger.reserve("kv_cache", "blocks", 1)
+
+
+def test_a_new_measurement_changes_what_is_free_and_not_what_is_reserved() -> None:
+    ledger = Ledger("host", 8 * GiB)
+    weights = ledger.reserve("weights", "layers", 3 * GiB)
+    ledger.set_free(GiB)
+    assert (ledger.capacity_bytes, ledger.used_bytes, ledger.free_bytes) == (4 * GiB, 3 * GiB, GiB)
+    with pytest.raises(OutOfMemory):
+        ledger.reserve("kv_cache", "blocks", 2 * GiB)
+    ledger.release(weights)
+    assert ledger.free_bytes == 4 * GiB
+    ledger.set_free(0)
+    assert ledger.capacity_bytes == 0
+
+
+def test_a_snapshot_is_of_its_moment() -> None:
+    ledger = Ledger("sim:0", 100)
+    ledger.reserve("weights", "a", 30)
+    ledger.reserve("weights", "b", 5)
+    ledger.reserve("kv_cache", "c", 7)
+    snapshot = ledger.snapshot()
+    ledger.release_all()
+    assert (snapshot.name, snapshot.capacity_bytes) == ("sim:0", 100)
+    assert tuple(snapshot.accounts) == ACCOUNTS
+    assert {name: size for name, size in snapshot.accounts.items() if size} == {
+        "weights": 35,
+        "kv_cache": 7,
+    }
+    assert (snapshot.reserved_bytes, snapshot.free_bytes) == (42, 58)
+    assert ledger.snapshot().reserved_bytes == 0
+
+
+def test_memories_of_the_machine_and_of_accelerators() -> None:
+    assert is_host_memory("host") and is_host_memory("host:node2")
+    assert not is_host_memory("sim:0") and not is_host_memory("hostess")
 
 
 def test_sizes_for_people() -> None:
@@ -247,3 +296,16 @@ def test_no_proc_at_all_counts_on_a_share_of_physical_memory(tmp_path: Path) -> 
 
 def test_this_machine() -> None:
     assert 0 < host_capacity_bytes() < 1 << 50
+
+
+# -- the process --------------------------------------------------------------------------------
+
+
+def test_what_a_process_holds(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path, {"proc/self/status": "VmHWM:\t 900 kB\nVmRSS:\t 512 kB\nThreads:\t3\n"}
+    )
+    assert process_bytes(root) == 512 << 10
+    # Without /proc, what it held at most: this one has an interpreter, at least.
+    assert MiB < process_bytes(tmp_path / "nothing") < 1 << 40
+    assert MiB < process_bytes() < 1 << 40

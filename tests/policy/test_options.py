@@ -209,6 +209,7 @@ def test_every_field_of_the_configuration_has_an_option() -> None:
     # The tests above set each field; this one fails when a field is added without one.
     renamed = {"policy": "scheduling_policy", "level": "log_level", "format": "log_format"}
     dests = {option.dest for option in OPTIONS} | {"max_model_len_cap"}
+    dests |= {"prefault"}  # the command decides
     parts = [type(part) for part in (engine("").model, engine("").cache, engine("").scheduler)]
     for part in (*parts, type(engine("").log), ServerConfig):
         for field in dataclasses.fields(part):
@@ -390,10 +391,10 @@ def test_no_effect_is_one_line(line: str) -> None:
     [
         ("--tensor-parallel-size 4", "Use 1"),
         ("-tp 4", "-tp 4 cannot be used"),
-        ("--device cuda", "only the CPU lane is built"),
-        ("--device sim:memory=2GiB", "only the CPU lane is built"),
-        ("--prefill-device gpu", "only the CPU lane is built"),
-        ("--decode-device cuda:0", "only the CPU lane is built"),
+        ("--device cuda", "no such lane is built yet"),
+        ("--device GPU:0", "no such lane is built yet"),
+        ("--prefill-device gpu", "only the CPU lane is there"),
+        ("--decode-device cuda:0", "only the CPU lane is there"),
         ("--decode-url http://x", "another machine is not built yet"),
         ("--numa-bind", "Use --cpu-bind numa:0"),
         ("--numa-bind-nodes 0 1", "Use --cpu-bind numa:0"),

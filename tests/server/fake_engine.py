@@ -9,7 +9,8 @@ The "tokenizer" maps a byte to the id of the same number, so that prompts choose
   ``!hang`` blocks the whole engine for 30 s.
 
 Settings come through ``hf_overrides``: ``step_s`` (seconds a step), ``fail_start`` (a sentence),
-``crash_start`` (an exit status), ``load_s`` (seconds the model takes to load).
+``crash_start`` (an exit status), ``load_s`` (seconds the model takes to load), ``memory`` (name ->
+capacity and accounts; each request that runs adds to the first one's staging) and ``modules``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from ambidex.config import EngineConfig
 from ambidex.engine.messages import EngineInfo, EngineStats
 from ambidex.errors import InvalidModelError, RequestError
+from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 
 VOCAB_SIZE = 256
@@ -82,7 +84,20 @@ class FakeEngine:
             block_size=16,
             dtype="float32",
             source="a fake",
+            memory=self.memory(),
+            modules=dict(self._config.model.hf_overrides.get("modules", {})),
         )
+
+    def memory(self) -> list[MemorySnapshot]:
+        given = self._config.model.hf_overrides.get("memory", {})
+        found = [
+            MemorySnapshot(name, each["capacity"], dict(each["accounts"]))
+            for name, each in given.items()
+        ]
+        if found:
+            staging = found[0].accounts.get("staging", 0)
+            found[0].accounts["staging"] = staging + 1000 * len(self._running)
+        return found
 
     @property
     def has_work(self) -> bool:

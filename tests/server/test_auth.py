@@ -57,8 +57,9 @@ def test_key_forms(guarded: Server) -> None:
 def test_what_is_open_and_what_is_not(guarded: Server) -> None:
     for path in ("/health", "/live", "/version", "/metrics"):
         assert guarded.get(path).status_code == 200, path
-    for path in ("/", "/v1/models", "/v1/models/fake", "/server_info", "/nothing", "/health/"):
+    for path in ("/", "/v1/models", "/v1/models/fake", "/ledger", "/server_info", "/nothing"):
         assert guarded.get(path).status_code == 401, path
+    assert guarded.get("/health/").status_code == 401
     for path in ("/v1/chat/completions", "/tokenize", "/detokenize", "/generate"):
         assert guarded.post(path, {}).status_code == 401, path
 

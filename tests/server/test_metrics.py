@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ambidex.engine.messages import EngineStats
+from ambidex.memory.ledger import MemorySnapshot
 from ambidex.metrics import (
     REQUEST_BUCKETS_S,
     TOKEN_BUCKETS_S,
@@ -123,3 +124,28 @@ def test_a_finished_sequence() -> None:
 def test_openmetrics_is_served_where_asked_for() -> None:
     _, content_type = Metrics("m", 10).render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
+
+
+def test_memory_gauges_follow_the_engine() -> None:
+    def reserved() -> dict[tuple[str, str], float]:
+        found = samples(metrics).get("ambidex:memory_reserved_bytes", [])
+        return {(labels["memory"], labels["account"]): value for labels, value in found}
+
+    metrics = Metrics("m", 10)
+    assert reserved() == {}
+    host = MemorySnapshot("host", 100, {"weights": 30, "kv_cache": 20})
+    metrics.engine_stats(EngineStats(memory=[host, MemorySnapshot("sim:0", 50, {"weights": 5})]))
+    assert reserved() == {
+        ("host", "weights"): 30,
+        ("host", "kv_cache"): 20,
+        ("sim:0", "weights"): 5,
+    }
+    assert value(metrics, "ambidex:memory_capacity_bytes") == 150
+    labels, _ = samples(metrics)["ambidex:memory_capacity_bytes"][0]
+    assert labels == {"model_name": "m", "engine": "0", "memory": "host"}
+    metrics.engine_stats(EngineStats(memory=[MemorySnapshot("host", 100, {"weights": 31})]))
+    assert reserved()["host", "weights"] == 31
+    # Nothing is reserved where nothing runs.
+    metrics.engine_died()
+    assert reserved() == {}
+    assert "ambidex:memory_capacity_bytes" not in samples(metrics)

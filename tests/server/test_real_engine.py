@@ -103,6 +103,18 @@ def test_sixty_four_at_once_answer_as_alone(server: Server) -> None:
     assert server.metric("vllm:num_requests_running") == 0
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+def test_the_ledger_is_true(server: Server) -> None:
+    """Within 5% of what the operating system says that the engine's process held at most."""
+    headers = {"Authorization": "Bearer secret"}
+    (host,) = server.get("/ledger", headers=headers).json()["memories"]
+    pid = server.get("/server_info", headers=headers).json()["engine_pid"]
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) * 1024
+    assert host["accounts"]["kv_cache"] > 900 << 20
+    assert 0.95 * peak <= host["reserved_bytes"] <= 1.05 * peak
+
+
 def test_no_key(server: Server) -> None:
     with pytest.raises(openai.AuthenticationError):
         server.client("wrong").models.list()

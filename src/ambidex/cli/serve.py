@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ambidex.cli.common import print_help, resolve, wants
 
@@ -15,6 +16,8 @@ def main(argv: Sequence[str]) -> int:
     if resolved is None:
         return 0
     engine, server = resolved.engine_config(), resolved.server_config()
+    # Ready means that the largest steps have run, and that the memory is there.
+    engine = replace(engine, warm_up_fully=True, cache=replace(engine.cache, prefault=True))
 
     from ambidex.server.launch import serve
 

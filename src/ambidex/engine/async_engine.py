@@ -35,6 +35,7 @@ from ambidex.engine.messages import (
     Ping,
 )
 from ambidex.engine.output import RequestOutput
+from ambidex.engine.summary import memory_report
 from ambidex.errors import AmbidexError, EngineDeadError, RequestError
 from ambidex.metrics import FinishedSequence, Metrics
 from ambidex.request import EngineOutput, FinishReason, SamplingParams
@@ -233,6 +234,7 @@ class AsyncEngine:
                 "enable_prefix_caching": info.enable_prefix_caching,
             }
         )
+        self._metrics.memory(info.memory)
         self._set_ready()
         self._supervisor = asyncio.create_task(self._supervise(handle))
         self._supervisor.add_done_callback(self._supervision_ended)
@@ -422,6 +424,13 @@ class AsyncEngine:
             message = f"The engine has not answered for {age_s:.0f} seconds."
             return Health(False, "hung", message, age_s)
         return Health(True, "ready", "", age_s)
+
+    def memory_report(self) -> dict[str, Any]:
+        """See :func:`~ambidex.engine.summary.memory_report`; raises EngineUnavailableError while
+        there is no engine."""
+        if self.state != "ready":
+            raise EngineUnavailableError(f"The engine is {self.state}. Try again later.")
+        return memory_report(self.stats.memory or self.info.memory, self.info.modules)
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -622,6 +631,7 @@ class AsyncEngine:
                 await handle.close(timeout_s=0)
                 continue
             self.metrics.engine_restarted()
+            self.metrics.memory(self._info.memory)
             log.warning("engine restarted", extra=logs.fields(pid=handle.pid))
             self._set_ready()
             return handle

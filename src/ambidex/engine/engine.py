@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ambidex.config import EngineConfig
-from ambidex.engine.messages import EngineInfo, MemoryRow
+from ambidex.engine.messages import EngineInfo
 from ambidex.engine.progress import Progress
 from ambidex.engine.scheduler import Scheduler, SchedulerStats
+from ambidex.engine.summary import describe_engine
 from ambidex.kv.block_manager import BlockManager
+from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest
 from ambidex.runner.decision import Decision, StepResult
 from ambidex.runner.executor import Executor
@@ -143,35 +145,13 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    def memory(self) -> list[MemorySnapshot]:
+        """What is reserved now, one entry a memory: the host's first."""
+        return [ledger.snapshot() for ledger in self.lane.ledgers]
+
     def info(self) -> EngineInfo:
         """What a front end must know, and what the start-up table shows."""
-        lane, config = self.lane, self.config
-        checkpoint, ledger = lane.checkpoint, lane.device.ledger
-        return EngineInfo(
-            model=config.model.model,
-            tokenizer_path=str(lane.tokenizer_path),
-            max_model_len=lane.max_model_len,
-            vocab_size=lane.vocab_size,
-            num_blocks=min(lane.num_blocks),
-            block_size=config.cache.block_size,
-            dtype=lane.dtype_description,
-            source=lane.description,
-            model_type=checkpoint.config.get("model_type", ""),
-            kv_cache_dtype=lane.kv_dtype,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            cpu_threads=lane.device.num_threads,
-            kernels=lane.device.kernels.description,
-            model_config=checkpoint.config.values,
-            generation_config=dict(checkpoint.generation_config),
-            notes=lane.notes,
-            memory=[
-                MemoryRow(ledger.name, row.account, row.num_bytes)
-                for row in ledger.table()
-                if row.num_bytes
-            ],
-        )
+        return describe_engine(self.config, self.lane)
 
     def close(self) -> None:
         """End the lanes' threads and give the memory back."""

@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
@@ -42,6 +43,7 @@ from ambidex.engine.messages import (
 )
 from ambidex.engine.scheduler import SchedulerStats
 from ambidex.errors import AmbidexError
+from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest, FinishReason
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class SteppingEngine(Protocol):
     def abort(self, request_ids: list[str]) -> None: ...
     def step(self, timeout_s: float) -> list[EngineOutput]: ...
     def stats(self) -> SchedulerStats | EngineStats: ...
+    def memory(self) -> list[MemorySnapshot]: ...
     def info(self) -> EngineInfo: ...
     def close(self) -> None: ...
 
@@ -90,10 +93,12 @@ def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(FRAME_HEADER_BYTES, "little") + payload
 
 
-def to_stats(stats: SchedulerStats | EngineStats) -> EngineStats:
-    """The scheduler's statistics as they cross the process boundary."""
+def to_stats(
+    stats: SchedulerStats | EngineStats, memory: Sequence[MemorySnapshot] = ()
+) -> EngineStats:
+    """The scheduler's statistics and the ledgers as they cross the process boundary."""
     if isinstance(stats, EngineStats):
-        return stats
+        return replace(stats, memory=list(memory))
     return EngineStats(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
@@ -102,6 +107,7 @@ def to_stats(stats: SchedulerStats | EngineStats) -> EngineStats:
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
         num_preemptions=stats.num_preemptions,
+        memory=list(memory),
     )
 
 
@@ -205,7 +211,7 @@ class EngineLoop:
 
     def _stats(self) -> EngineStats:
         self._last_stats_s = time.monotonic()
-        return to_stats(self._engine.stats())
+        return to_stats(self._engine.stats(), self._engine.memory())
 
     def _send(self, message: Outputs | Alive) -> None:
         self._socket.send(self._encoder.encode(message))

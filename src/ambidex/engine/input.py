@@ -247,7 +247,7 @@ class InputProcessor:
             room = "" if params.max_tokens == 0 else ", and at least one must remain for the output"
             raise RequestError(
                 f"This model's maximum context length is {max_len} tokens{room}. However, the "
-                f"prompt has {num_tokens} tokens. Shorten the prompt, or raise --max-model-len.",
+                f"prompt has {num_tokens} tokens. Shorten the prompt.",
                 param="prompt",
             )
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ambidex.config import EngineConfig
+from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest
 
 #: The engine process says at least this often, in seconds, that it lives.
@@ -19,15 +20,6 @@ HEARTBEAT_S = 1.0
 
 #: Length prefix, in bytes, of the start-up frame on the engine's standard input.
 FRAME_HEADER_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """Bytes reserved in one account of one memory; see the start-up table."""
-
-    memory: str
-    account: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,12 @@ class EngineInfo:
     generation_config: dict[str, Any] = field(default_factory=dict)
     #: Sentences that the user should read once.
     notes: list[str] = field(default_factory=list)
-    memory: list[MemoryRow] = field(default_factory=list)
+    #: When the engine was ready: the host's memory, then each accelerator's.
+    memory: list[MemorySnapshot] = field(default_factory=list)
+    #: Module -> memory -> bytes of its weights.
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)
+    #: A line for each of the host's memories, where they are several (NUMA nodes, CXL).
+    memory_nodes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +74,8 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    #: As in :class:`EngineInfo`, now.
+    memory: list[MemorySnapshot] = field(default_factory=list)
 
 
 class StartUp(msgspec.Struct, frozen=True):

@@ -193,7 +193,7 @@ class Scheduler:
         if num_tokens > self.max_model_len:
             raise RequestError(
                 f"The prompt has {num_tokens} tokens; the limit is {self.max_model_len} for prompt "
-                "and output together. Shorten the prompt, or raise --max-model-len.",
+                "and output together. Shorten the prompt.",
                 "prompt",
             )
         request = _Tracked(source, self._next_sequence, self.max_model_len, self._by_priority)

@@ -1,20 +1,93 @@
-"""The start-up table: what is loaded, and where the memory went."""
+"""What is loaded, and where the memory went: for front ends, for the log, and for ``/ledger``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ambidex.config import EngineConfig
 from ambidex.engine.messages import EngineInfo
+from ambidex.memory.ledger import MemorySnapshot, format_bytes, is_host_memory
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+if TYPE_CHECKING:
+    from ambidex.runner.loader import LoadedLane
+
+#: Beside an accelerator, a larger share of the weights in host memory is worth a warning.
+CPU_WEIGHT_SHARE_LIMIT = 0.6
 
 
-def format_bytes(num_bytes: int) -> str:
-    """``1536`` -> ``1.50 KiB``."""
-    value = float(num_bytes)
-    for unit in _UNITS[:-1]:
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} {_UNITS[-1]}"
+def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
+    """What a front end must know of an engine with this lane."""
+    checkpoint = lane.checkpoint
+    memory = [ledger.snapshot() for ledger in lane.ledgers]
+    modules = lane.module_bytes()
+    return EngineInfo(
+        model=config.model.model,
+        tokenizer_path=str(lane.tokenizer_path),
+        max_model_len=lane.max_model_len,
+        vocab_size=lane.vocab_size,
+        num_blocks=min(lane.num_blocks),
+        block_size=config.cache.block_size,
+        dtype=lane.dtype_description,
+        source=lane.description,
+        model_type=checkpoint.config.get("model_type", ""),
+        kv_cache_dtype=lane.kv_dtype,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        cpu_threads=lane.device.num_threads,
+        kernels=lane.hands.kernels.description,
+        model_config=checkpoint.config.values,
+        generation_config=dict(checkpoint.generation_config),
+        notes=[*lane.notes, *memory_report(memory, modules)["warnings"]],
+        memory=memory,
+        modules=modules,
+        memory_nodes=lane.memory_nodes,
+    )
+
+
+def memory_report(
+    memory: Sequence[MemorySnapshot], modules: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
+    """Each memory's ledger, and where the weights are: plain values, as ``/ledger`` shows them.
+
+    ``modules``: module -> memory -> bytes of its weights.
+    """
+    cpu_weights = gpu_weights = 0
+    for sizes in modules.values():
+        for name, num_bytes in sizes.items():
+            if is_host_memory(name):
+                cpu_weights += num_bytes
+            else:
+                gpu_weights += num_bytes
+    share = cpu_weights / max(cpu_weights + gpu_weights, 1)
+    accelerators = [each for each in memory if not each.is_host]
+    warnings = []
+    if accelerators and share > CPU_WEIGHT_SHARE_LIMIT:
+        free = ", ".join(f"{format_bytes(each.free_bytes)} on {each.name}" for each in accelerators)
+        warnings.append(
+            f"{share:.0%} of the weights ({format_bytes(cpu_weights)} of "
+            f"{format_bytes(cpu_weights + gpu_weights)}) are in host memory, and steps are as fast "
+            f"as the CPU and the link allow. Free: {free}. Where that is enough, offload less "
+            "(--cpu-offload-gb); else choose a smaller model, or --quantization int4."
+        )
+    return {
+        "memories": [
+            {
+                "name": each.name,
+                "capacity_bytes": each.capacity_bytes,
+                "reserved_bytes": each.reserved_bytes,
+                "free_bytes": each.free_bytes,
+                "accounts": dict(each.accounts),
+            }
+            for each in memory
+        ],
+        "modules": {name: dict(sizes) for name, sizes in modules.items()},
+        "cpu_weights": cpu_weights,
+        "gpu_weights": gpu_weights,
+        "cpu_weight_share": share,
+        "warnings": warnings,
+    }
 
 
 def describe(info: EngineInfo) -> list[str]:
@@ -28,7 +101,12 @@ def describe(info: EngineInfo) -> list[str]:
         ("kernels", f"{info.kernels}, {info.cpu_threads} threads" if info.kernels else ""),
         ("max model length", f"{info.max_model_len} tokens"),
     ]
-    rows += [(f"{row.memory}: {row.account}", format_bytes(row.num_bytes)) for row in info.memory]
+    for memory in info.memory:
+        rows.append((f"{memory.name} memory", format_bytes(memory.capacity_bytes)))
+        sizes = {name: size for name, size in memory.accounts.items() if size}
+        for name, size in {**sizes, "free": memory.free_bytes}.items():
+            rows.append((f"{memory.name}: {name}", format_bytes(size)))
+    rows += [("node", line) for line in info.memory_nodes]
     shown = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in shown)
     lines = [f"{name:<{width}}  {value}" for name, value in shown]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.attention import AttentionOps
 from ambidex.kernels.cpu.float_linear import FloatLinearOps, FloatWeight
+from ambidex.kernels.cpu.lossless import LosslessOps
 from ambidex.kernels.cpu.moe import MoEOps
 from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOps
 from ambidex.kernels.cpu.recording import Recorder, Recording
@@ -36,11 +37,35 @@ class StackedWeight:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StackedWeight:
+        """The same matrix over what ``move`` gives for each piece of its memory."""
+        return StackedWeight(tuple(part.moved(move) for part in self.parts))
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> StackedWeight:
+        """Those rows, one range behind the other; ``store`` copies pieces of bytes, one behind the
+        other, to where they shall lie."""
+        cut = [part for start, end in ranges for part in self.rows(start, end).parts]
+        return StackedWeight(tuple(part.gather([(0, part.shape[0])], store) for part in cut))
+
+    def rows(self, start: int, end: int) -> StackedWeight:
+        """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""
+        parts, first = [], 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(end - first, part.shape[0])
+            if low < high:
+                parts.append(part.rows(low, high))
+            first += part.shape[0]
+        return StackedWeight(tuple(parts))
+
 
 Weight = FloatWeight | PackedWeight | StackedWeight
 
 
-class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps, UnpackOps):
+class NativeKernels(
+    QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, SmallOps, UnpackOps, LosslessOps
+):
     """One lane's table: its threads compute, and it records steps."""
 
     name = "native"
@@ -56,6 +81,9 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         self._recorder: Recorder | None = None
 
     # ---------------------------------------------------------------- rows and memory of results
+
+    def _is_recording(self) -> bool:
+        return self._recorder is not None
 
     def _rows(self, x: Tensor) -> int:
         recorder = self._recorder
@@ -126,6 +154,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         if joined is not None:
             return self.pack(joined, precise)
         return StackedWeight(tuple(self.pack(part, precise) for part in parts))
+
+    def stack(self, parts: Sequence[FloatWeight | PackedWeight | StackedWeight]) -> StackedWeight:
+        """Packed matrices, one below the other, as one."""
+        flat: list[FloatWeight | PackedWeight] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, StackedWeight) else [part]
+        return StackedWeight(tuple(flat))
 
     def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
         """Embedding and head read the same layout: a tied table is held once."""
@@ -237,6 +272,13 @@ class NativeKernels(QuantizedLinearOps, FloatLinearOps, AttentionOps, MoEOps, Sm
         finally:
             self._context.end_recording()
             self._recorder = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory that the threads share, and of what each has for itself. Grows with
+        what is computed; not while something is."""
+        num_bytes: int = self._context.memory_bytes
+        return num_bytes
 
     @property
     def num_runs(self) -> int:

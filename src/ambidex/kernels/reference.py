@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ambidex.kernels.lossless import compress_words, decompress_words  # noqa: F401
 from ambidex.kernels.metadata import (
     COLUMN_PAD,
     PANEL,
@@ -32,27 +33,17 @@ from ambidex.kernels.metadata import (
     AttentionMetadata,
     padded,
 )
+from ambidex.kernels.reference_moe import combine_experts as combine_experts
+from ambidex.kernels.reference_moe import route_experts as route_experts
 from ambidex.kernels.reference_plan import make_plan, unit_size
-from ambidex.kernels.reference_weights import (
-    head_bytes as head_bytes,
-)
-from ambidex.kernels.reference_weights import (
-    pack as pack,
-)
-from ambidex.kernels.reference_weights import (
-    pack_head as pack_head,
-)
-from ambidex.kernels.reference_weights import (
-    pack_parts as pack_parts,
-)
-from ambidex.kernels.reference_weights import (
-    pack_table as pack_table,
-)
-from ambidex.kernels.reference_weights import (
-    packed_bytes as packed_bytes,
-)
-from ambidex.kernels.reference_weights import (
-    unpack_gguf as unpack_gguf,
+from ambidex.kernels.reference_weights import (  # noqa: F401
+    head_bytes,
+    pack,
+    pack_head,
+    pack_parts,
+    pack_table,
+    packed_bytes,
+    unpack_gguf,
 )
 
 name = "reference"
@@ -182,6 +173,24 @@ def embedding(token_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 def position_rows(table: Tensor, positions: Tensor) -> Tensor:
     """Rows ``positions`` [n] of ``table`` [m, width] float32."""
     return table.index_select(0, positions)
+
+
+def put(x: Tensor) -> Tensor:
+    """``x``, of the host, where these kernels can read it."""
+    return x
+
+
+def fetch(x: Tensor) -> Tensor:
+    """``x`` in the host's memory, once it has been computed."""
+    return x
+
+
+def begin_step(num_tokens: int, num_logits: int) -> None:
+    """Nothing has to be fetched ahead."""
+
+
+def end_step() -> None:
+    """Nothing goes on after it."""
 
 
 def take_logit_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -419,22 +428,6 @@ def _weighted_values(weights: Tensor, value: Tensor, num_rows: int) -> Tensor:
     return total[:, :num_rows].contiguous()
 
 
-def route_experts(
-    router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Choose ``top_k`` experts a row of ``router_logits`` [n, experts].
-
-    Returns weights [n, top_k] and expert ids [n, top_k]; ``normalise`` makes weights sum to 1.
-    """
-    probabilities = torch.softmax(router_logits, -1) if softmax_first else router_logits
-    weights, experts = torch.topk(probabilities, top_k, dim=-1)
-    if not softmax_first:
-        weights = torch.softmax(weights, -1)
-    elif normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
-
-
 def moe(
     x: Tensor,
     gate_up: Sequence[Tensor],
@@ -452,4 +445,24 @@ def moe(
         hidden = gated_linear(_pad_rows(x[rows]), gate_up[expert], activation)
         result = linear(hidden, down[expert])[: rows.shape[0]]
         out[rows] += result * weights[rows, choice][:, None]
+    return out
+
+
+def expert_outputs(
+    x: Tensor,
+    gate_up: Sequence[Tensor | None],
+    down: Sequence[Tensor | None],
+    experts: Tensor,
+    activation: str,
+) -> Tensor:
+    """What :func:`moe` adds up, before it is weighted: [n, top_k, hidden]. Zero for experts that
+    are None: another device computes those."""
+    out = x.new_zeros(*experts.shape, x.shape[1])
+    for expert in torch.unique(experts).tolist():
+        first, second = gate_up[expert], down[expert]
+        if first is None or second is None:
+            continue
+        rows, choice = torch.where(experts == expert)
+        hidden = gated_linear(_pad_rows(x[rows]), first, activation)
+        out[rows, choice] = linear(hidden, second)[: rows.shape[0]]
     return out

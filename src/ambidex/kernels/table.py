@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -22,6 +22,18 @@ class Weight(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    def rows(self, start: int, end: int) -> Weight:
+        """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> Weight:
+        """Those rows, one range behind the other, as ``rows`` cuts them; ``store`` copies pieces
+        of bytes, one behind the other, to where they shall lie."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Weight:
+        """The same matrix over what ``move`` gives for each piece of its memory."""
+
 
 class Kernels(Protocol):
     """Activations are float32 [n, width]; results have memory of their own."""
@@ -34,6 +46,18 @@ class Kernels(Protocol):
     #: Whether a step can be recorded and replayed; see ``kernels/cpu/recording.py``.
     can_record: bool
     ACTIVATIONS: Mapping[str, Any]
+
+    def put(self, x: Tensor) -> Tensor:
+        """``x``, of the host, where these kernels can read it."""
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """``x`` in the host's memory, once it has been computed."""
+
+    def begin_step(self, num_tokens: int, num_logits: int) -> None:
+        """Tell how many rows the products of the step have that is launched next."""
+
+    def end_step(self) -> None:
+        """Tell that all of the step has been launched."""
 
     def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
         """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit.
@@ -57,6 +81,13 @@ class Kernels(Protocol):
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
         """Rows of a GGUF block format [rows, bytes a row] uint8; None where ``quant.gguf`` is to
         read them."""
+
+    def compress_words(self, words: Tensor, unit_words: int, max_bytes: int) -> Tensor | None:
+        """``words`` of two bytes without loss, uint8 [n]; None where that would be more than
+        ``max_bytes``. It may be cut at every multiple of ``unit_words``; see ``quant.lossless``."""
+
+    def decompress_words(self, payload: Tensor, num_words: int, out: Tensor) -> None:
+        """Writes the ``num_words`` that :meth:`compress_words` made ``payload`` of to ``out``."""
 
     def linear(
         self,
@@ -138,3 +169,18 @@ class Kernels(Protocol):
         activation: str,
     ) -> Tensor:
         """``gate_up`` and ``down``: one matrix an expert."""
+
+    def expert_outputs(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Weight | None],
+        down: Sequence[Weight | None],
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """What :meth:`moe` adds up, before it is weighted: [n, top_k, hidden]; zero for experts
+        that are None."""
+
+    def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
+        """The same bits as :meth:`moe`, of results [n, top_k, hidden]: a choice's is in one of the
+        ``parts``, and the others are zero there."""

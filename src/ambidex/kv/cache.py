@@ -40,12 +40,16 @@ class KVCache:
                 group.num_kv_heads, (count + 1) * block_size, group.head_dim, dtype
             )
             for layer in group.layers:
-                self._layers[layer] = tuple(device.zeros(*part) for part in layout)
+                self._layers[layer] = tuple(device.zeros(*part, "kv_cache") for part in layout)
                 self._group_of[layer] = index
 
     def layer(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's keys and values, as the kernel table lays them out."""
         return self._layers[layer]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that it is made of."""
+        return [part for layer in self._layers.values() for part in layer]
 
     def group_of(self, layer: int) -> int:
         """Index of the KV group that the layer belongs to."""

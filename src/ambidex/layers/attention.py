@@ -26,7 +26,7 @@ class Attention(Module):
         window: int | None = None,
         softcap: float = 0.0,
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.layer = layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap

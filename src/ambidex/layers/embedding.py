@@ -14,7 +14,7 @@ class Embedding(Module):
     def __init__(
         self, context: BuildContext, num_rows: int, width: int, *, scale: float = 1.0
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.weight = Table(self._kernels, (num_rows, width), context.dtype)
         self.scale = scale
 
@@ -29,7 +29,7 @@ class LearnedPositions(Module):
     def __init__(
         self, context: BuildContext, num_positions: int, width: int, *, skip: int = 0
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.weight = Parameter((num_positions + skip, width), torch.float32)
         self._skip = skip
 
@@ -49,7 +49,7 @@ class LMHead(Module):
         tied_to: Embedding | None = None,
         softcap: float = 0.0,
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self._tied_to = (tied_to,) if tied_to is not None else ()
         self._softcap = softcap
         if tied_to is None:

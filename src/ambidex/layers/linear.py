@@ -27,7 +27,7 @@ class Linear(Module):
         bias: bool = False,
         precise: bool = False,
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         sizes = {"": out_features} if isinstance(out_features, int) else dict(out_features)
         parts, total = {}, 0
         for name, size in sizes.items():

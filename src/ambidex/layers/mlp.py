@@ -11,7 +11,7 @@ from ambidex.layers.module import BuildContext, Module
 
 def check_activation(context: BuildContext, activation: str) -> str:
     """``activation``, if the kernels know it; raises UnsupportedModelError."""
-    known = context.device.kernels.ACTIVATIONS
+    known = context.kernels.ACTIVATIONS
     if activation not in known:
         raise UnsupportedModelError(
             f"The activation function '{activation}' of config.json is not supported. Supported: "
@@ -53,7 +53,7 @@ class MLP(Module):
         *,
         bias: bool = False,
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.activation = check_activation(context, activation)
         self.up = Linear(context, hidden_size, intermediate_size, bias=bias)
         self.down = Linear(context, intermediate_size, hidden_size, bias=bias)

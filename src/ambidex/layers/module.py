@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -32,17 +33,24 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class BuildContext:
-    """What layers are built with: the device, the dtype of matrices, the longest context."""
+    """What layers are built with: the device, its kernels (or those of the device and the host
+    together), the dtype of matrices, the longest context."""
 
     device: Device
     dtype: torch.dtype
     max_model_len: int
     attention: list[AttentionSpec] = field(default_factory=list)
+    #: A table over two memories, in place of the device's own.
+    placed_kernels: Kernels | None = None
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.placed_kernels or self.device.kernels
 
     def _layer_bytes(self, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> int:
         """Bytes a token of one layer's KV cache."""
         slots = min(BLOCK_SIZES)
-        layout = self.device.kernels.kv_layout(num_kv_heads, slots, head_dim, kv_dtype)
+        layout = self.kernels.kv_layout(num_kv_heads, slots, head_dim, kv_dtype)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) // slots
 
     def kv_groups(self, kv_dtype: torch.dtype) -> list[KVGroup]:
@@ -145,8 +153,39 @@ class Parameter:
         if isinstance(tensor, Quantized):
             tensor = tensor.dequantise()
         if not self.data.numel():
-            self.data = device.empty(self.shape, self.dtype)
+            self.data = torch.empty(self.shape, dtype=self.dtype)
         self.data[first : first + rows].copy_(tensor)
+        if self.is_loaded:
+            self.data = device.store(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a matrix goes whose rows (outputs) are not all on the accelerator: its first
+    ``resident_rows`` are; of the others ``streamed_rows(n)`` are copied to it for a product with
+    ``n`` rows, and the rest is computed on the host. Rows of a gate and what it is multiplied with
+    are counted once."""
+
+    resident_rows: int
+    streamed_rows: Callable[[int], int]
+
+
+class PlacingKernels(Protocol):
+    """A kernel table over two memories."""
+
+    def place(
+        self,
+        parts: Sequence[Tensor | Quantized],
+        precise: bool,
+        place: Place,
+        is_paired: bool = False,
+    ) -> Any:
+        """:meth:`Kernels.pack_parts` with rows where ``place`` says."""
+
+
+def _placing(kernels: Kernels) -> PlacingKernels:
+    # Places are given by whoever chose a table that knows them.
+    return cast(PlacingKernels, kernels)
 
 
 class Matrix(Parameter):
@@ -170,6 +209,19 @@ class Matrix(Parameter):
         self._kernels = kernels
         self._precise = precise
         self._waiting: dict[str, Tensor | Quantized] = {}
+        #: Where its rows go; None: to the kernels' own memory.
+        self.place: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the kernels' layout, which may be padded."""
+        rows, columns = self.shape
+        return self._kernels.packed_bytes((rows, columns), self.dtype)
+
+    @property
+    def is_paired(self) -> bool:
+        """A gate above what it is multiplied with: row i of both makes one output."""
+        return list(self.parts) == ["gate", "up"]
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
@@ -183,6 +235,8 @@ class Matrix(Parameter):
             self._waiting.clear()
 
     def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+        if self.place is not None:
+            return _placing(self._kernels).place(parts, self._precise, self.place, self.is_paired)
         return self._kernels.pack_parts(parts, self._precise)
 
 
@@ -207,7 +261,10 @@ class Table(Matrix):
         return super().held_bytes + (weight_bytes(self.head) if beside else 0)
 
     def _pack(self, parts: list[Tensor | Quantized]) -> Any:
-        table = self._kernels.pack_table(parts[0])
+        if self.place is not None:
+            table = _placing(self._kernels).place(parts, True, self.place)
+        else:
+            table = self._kernels.pack_table(parts[0])
         if self.has_head:
             self.head = self._kernels.pack_head(table)
         return table
@@ -243,7 +300,14 @@ class Experts(Parameter):
         self._kernels = kernels
         self._expert_parts = tuple(parts)
         self._waiting: dict[str, Tensor | Quantized] = {}
+        self._matrix_bytes = kernels.packed_bytes(shape, dtype)
         self.data = [None] * num_experts
+        #: Where all of them go; None: to the kernels' own memory.
+        self.place: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) * self._matrix_bytes
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
@@ -251,14 +315,19 @@ class Experts(Parameter):
         held = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
         if part == WHOLE:
             assert isinstance(held, Tensor)
-            self.data = [self._kernels.pack(matrix) for matrix in held]
+            self.data = [self._pack([matrix]) for matrix in held]
             return
         self._waiting[part] = held
         expert = part.partition(".")[0]
         names = [f"{expert}.{name}" if name else expert for name in self._expert_parts]
         if all(name in self._waiting for name in names):
             parts = [self._waiting.pop(name) for name in names]
-            self.data[int(expert)] = self._kernels.pack_parts(parts)
+            self.data[int(expert)] = self._pack(parts)
+
+    def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+        if self.place is not None:
+            return _placing(self._kernels).place(parts, False, self.place)
+        return self._kernels.pack_parts(parts)
 
 
 class Module:
@@ -321,6 +390,18 @@ class NameTable:
             return self._find(name)
         except KeyError:
             return self._find(f"model.{name}")
+
+    def paths(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Which of ``names`` make up each parameter, by path."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            try:
+                target = self.find(name)
+            except KeyError:
+                continue
+            if target is not None:
+                found[target[0]].append(name)
+        return found
 
     def _find(self, name: str) -> tuple[str, str] | None:
         for pattern, target in self._rules:

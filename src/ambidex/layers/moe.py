@@ -27,7 +27,7 @@ class MoE(Module):
         *,
         normalise: bool = True,
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.activation = check_activation(context, activation)
         self.top_k = top_k
         self.normalise = normalise

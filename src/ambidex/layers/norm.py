@@ -14,7 +14,7 @@ class RMSNorm(Module):
     def __init__(
         self, context: BuildContext, width: int, eps: float, *, offset: float = 0.0
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.eps = eps
         self.offset = offset
         self.weight = Parameter((width,), torch.float32)
@@ -29,7 +29,7 @@ class LayerNorm(Module):
     def __init__(
         self, context: BuildContext, width: int, eps: float = 1e-5, *, affine: bool = True
     ) -> None:
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.eps = eps
         self.weight = Parameter((width,), torch.float32) if affine else None
         self.bias = Parameter((width,), torch.float32) if affine else None

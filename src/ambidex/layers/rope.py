@@ -12,7 +12,7 @@ from torch import Tensor
 from ambidex.config import CheckpointConfig
 from ambidex.errors import InvalidModelError, UnsupportedModelError
 from ambidex.layers.batch import Batch
-from ambidex.layers.module import BuildContext, Module
+from ambidex.layers.module import BuildContext, Module, submodules
 
 # Positions are turned into angles in chunks of this many, so that a position's cosine has the
 # same bits however long the contexts of a step are.
@@ -24,28 +24,48 @@ class Rope(Module):
 
     def __init__(self, context: BuildContext, frequencies: Tensor, factor: float = 1.0) -> None:
         """``frequencies`` [width] float32 in radians a token; ``factor`` scales the result."""
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self._frequencies = frequencies
         self._factor = factor
         self._num_ready = 0
-        # The whole tables' addresses stay; their pages are taken as they are filled.
+        self._device = context.device
         num_chunks = -(-context.max_model_len // _CHUNK)
-        shape = (num_chunks * _CHUNK, frequencies.shape[0])
-        self._cos, self._sin = (context.device.empty(shape, torch.float32) for _ in range(2))
+        self._shape = (num_chunks * _CHUNK, frequencies.shape[0])
+        self._cos = self._sin = torch.empty(0)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the device's memory that its tables take."""
+        return 2 * 4 * self._shape[0] * self._shape[1]
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [positions, width] float32 each."""
+        return self._cos, self._sin
 
     def prepare(self, max_position: int) -> None:
         """Fill in the tables up to ``max_position``; a step that is replayed needs this before."""
+        if not self._cos.numel():
+            # The whole tables' addresses stay; their pages are taken as they are filled.
+            self._cos, self._sin = (
+                self._device.empty(self._shape, torch.float32) for _ in range(2)
+            )
         while self._num_ready <= max_position:
             first, end = self._num_ready, self._num_ready + _CHUNK
             positions = torch.arange(first, end, dtype=torch.float32)
             angles = torch.outer(positions, self._frequencies).double()
-            self._cos[first:end] = torch.cos(angles) * self._factor
-            self._sin[first:end] = torch.sin(angles) * self._factor
+            self._device.write(self._cos[first:end], (torch.cos(angles) * self._factor).float())
+            self._device.write(self._sin[first:end], (torch.sin(angles) * self._factor).float())
             self._num_ready = end
 
     def __call__(self, query: Tensor, key: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self.prepare(batch.max_position)
         return self._kernels.rope(query, key, self._cos, self._sin, batch.positions)
+
+
+def rope_bytes(model: object) -> int:
+    """Bytes of the tables of all of a model's ropes."""
+    return sum(item.table_bytes for item in submodules(model) if isinstance(item, Rope))
 
 
 def make_rope(

@@ -237,6 +237,14 @@ def prompt_logprobs(logits: Tensor, target_ids: list[int], k: int) -> list[Token
     return list(_logprobs(logits, range(len(target_ids)), target_ids, [k] * len(target_ids)))
 
 
+def sampler_bytes(num_rows: int, vocab_size: int) -> int:
+    """An upper estimate of what choosing tokens for so many rows takes, in bytes."""
+    chunk = min(num_rows, _chunk_rows(vocab_size)) * vocab_size
+    # Scores and probabilities, or logits and log probabilities, of the rows of a chunk; sums,
+    # candidates and places of one row. Twice, since the C library keeps what was freed, in pieces.
+    return 2 * (4 * 4 * chunk + 40 * vocab_size)
+
+
 # -- greedy --
 
 

@@ -6,11 +6,15 @@ All paths are under ``root``, so that a test can give a made-up machine.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ambidex.cgroups import V2_MOUNTS, cgroup_path, folders, read_int, read_text
+from ambidex.memory.nodes import read_nodes
+from ambidex.sysfs import node_folders
 
 #: Where the memory controller of cgroup v1 is mounted.
 _V1_MOUNT = "sys/fs/cgroup/memory"
@@ -33,7 +37,8 @@ def host_capacity_bytes(root: Path = Path("/")) -> int:
 
 
 def host_limits(root: Path = Path("/")) -> list[HostLimit]:
-    """MemAvailable, and what every cgroup (v1 and v2; max and high; parents too) leaves.
+    """MemAvailable, and what every cgroup (v1 and v2; max, high and NUMA nodes; parents too)
+    leaves.
 
     File pages that a cgroup is charged for do not count as used: the kernel drops them first, and
     a model file that was just downloaded or read would else count against itself. Where there is
@@ -42,7 +47,25 @@ def host_limits(root: Path = Path("/")) -> list[HostLimit]:
     available = _mem_available_bytes(root)
     if available is None:
         return [_limit_from_sysconf(os.sysconf)]
-    return [HostLimit("MemAvailable", available), *_v2_limits(root), *_v1_limits(root)]
+    return [
+        HostLimit("MemAvailable", available),
+        *_v2_limits(root),
+        *_v1_limits(root),
+        *_cpuset_limits(root),
+    ]
+
+
+def process_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process holds now, shared libraries included (VmRSS).
+
+    Where there is no ``/proc`` (macOS) it is the most that it has ever held.
+    """
+    text = read_text(root / "proc/self/status")
+    resident = _kib_fields(text or "").get("VmRSS")
+    if resident is not None:
+        return resident
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _limit_from_sysconf(sysconf: Callable[[str], int]) -> HostLimit:
@@ -59,18 +82,24 @@ def _mem_available_bytes(root: Path) -> int | None:
     text = read_text(root / "proc/meminfo")
     if text is None:
         return None
-    fields = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            fields[name] = int(words[0]) * 1024
+    fields = _kib_fields(text)
     if "MemAvailable" in fields:
         return fields["MemAvailable"]
     # Kernels before 3.14.
     if "MemFree" in fields:
         return fields["MemFree"] + fields.get("Cached", 0)
     return None
+
+
+def _kib_fields(text: str) -> dict[str, int]:
+    """Lines such as ``VmRSS:  1024 kB``, in bytes."""
+    fields = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    return fields
 
 
 def _v2_limits(root: Path) -> Iterator[HostLimit]:
@@ -101,6 +130,13 @@ def _v1_limits(root: Path) -> Iterator[HostLimit]:
         used -= _file_bytes(folder, ("total_inactive_file", "total_active_file"))
         source = _shown(folder / "memory.limit_in_bytes", root)
         yield HostLimit(source, max(0, limit - max(0, used)))
+
+
+def _cpuset_limits(root: Path) -> Iterator[HostLimit]:
+    """What the allowed NUMA nodes have free, where there are others: MemAvailable counts all."""
+    nodes = read_nodes(root)
+    if nodes and len(nodes) < len(node_folders(root)):
+        yield HostLimit("Mems_allowed_list", sum(node.free_bytes for node in nodes))
 
 
 def _file_bytes(folder: Path, names: tuple[str, str]) -> int:

@@ -99,6 +99,8 @@ def size_kv_cache(
     scheduler: SchedulerConfig,
     max_model_len: int,
     is_length_given: bool,
+    memory: str = "host memory",
+    share: float = DEFAULT_KV_SHARE,
 ) -> KVSize:
     """Blocks for every group.
 
@@ -106,20 +108,21 @@ def size_kv_cache(
     what a step needs of it for contexts of ``length`` tokens. The cache never exceeds what
     ``max_num_seqs`` sequences of ``max_model_len`` tokens can use. A context that was not asked
     for shrinks to what fits; one that was asked for raises OutOfMemory, which names the longest
-    that fits.
+    that fits. ``share`` of what is left goes to a cache whose size nobody gave; ``memory`` names
+    the memory in messages.
     """
     sizes = _Sizes(groups, cache.block_size, scheduler.max_num_batched_tokens)
 
     def offered(length: int, share: float = 1.0) -> int:
         return int(share * (available_bytes - step_bytes(length)))
 
-    def longest_within(share: float) -> int:
-        return _largest(max_model_len, lambda n: sizes.request_bytes(n) <= offered(n, share))
+    def longest_within(part: float) -> int:
+        return _largest(max_model_len, lambda n: sizes.request_bytes(n) <= offered(n, part))
 
     if offered(1) < 0:
         raise OutOfMemory(
-            f"A step needs {format_bytes(step_bytes(1))}; {format_bytes(available_bytes)} of host "
-            "memory are left beside the weights. Lower --max-num-batched-tokens or "
+            f"A step needs {format_bytes(step_bytes(1))}; {format_bytes(available_bytes)} of "
+            f"{memory} are left beside the weights. Lower --max-num-batched-tokens or "
             "--max-num-seqs, or free memory."
         )
     most = [scheduler.max_num_seqs * count for count in sizes.blocks(max_model_len)]
@@ -138,15 +141,15 @@ def size_kv_cache(
         counts = sizes.spread(sizes.blocks(longest), most, budget)
         remedy = f"Give at most --kv-cache-memory-bytes {offered(1, SUGGESTED_KV_SHARE)}"
     else:
-        longest = longest_within(ASKED_KV_SHARE if is_length_given else DEFAULT_KV_SHARE)
-        budget = max(sizes.request_bytes(longest), offered(longest, DEFAULT_KV_SHARE))
+        longest = longest_within(ASKED_KV_SHARE if is_length_given else share)
+        budget = max(sizes.request_bytes(longest), offered(longest, share))
         counts = sizes.spread(sizes.blocks(longest), most, budget)
         fitting = longest_within(SUGGESTED_KV_SHARE)
         remedy = ""
     held = format_bytes(budget)
     if budget > offered(1):
         raise OutOfMemory(
-            f"A KV cache of {held} was asked for; {format_bytes(offered(1))} of host memory are "
+            f"A KV cache of {held} was asked for; {format_bytes(offered(1))} of {memory} are "
             f"left beside the weights. {remedy}, or free memory."
         )
     if longest == max_model_len:
@@ -157,7 +160,7 @@ def size_kv_cache(
         needed, certain = sizes.request_bytes(length), offered(length, SUGGESTED_KV_SHARE)
         if needed > certain:
             return (
-                f"{format_bytes(max(certain, 0))} of host memory can be counted on beside the "
+                f"{format_bytes(max(certain, 0))} of {memory} can be counted on beside the "
                 "weights. Free memory, or choose a smaller model."
             )
         if cache.num_blocks is not None:
@@ -181,6 +184,26 @@ def size_kv_cache(
         f"The context is {longest} tokens instead of {max_model_len}: the KV cache of {held} "
         "holds no more.",
     )
+
+
+def least_kv_bytes(
+    groups: Sequence[GroupSize],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int,
+    is_length_given: bool,
+) -> int:
+    """Bytes of the cache that weights have to leave room for: what was asked for, else one request
+    of the length that was asked for, else one of a step's tokens."""
+    sizes = _Sizes(groups, cache.block_size, scheduler.max_num_batched_tokens)
+    if cache.num_blocks is not None:
+        return sizes.num_bytes([cache.num_blocks] * len(groups))
+    if cache.kv_cache_bytes is not None:
+        return cache.kv_cache_bytes
+    length = max_model_len
+    if not is_length_given:
+        length = min(max_model_len, scheduler.max_num_batched_tokens)
+    return sizes.request_bytes(length)
 
 
 @dataclass(frozen=True, slots=True)

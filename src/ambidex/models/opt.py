@@ -82,7 +82,7 @@ class OPT(Module):
         width = config.get("word_embed_proj_dim", hidden)
         positions = config.require("max_position_embeddings")
         self.embedding = Embedding(context, vocab, width)
-        self._kernels = context.device.kernels
+        self._kernels = context.kernels
         self.positions = LearnedPositions(context, positions, hidden, skip=_POSITION_OFFSET)
         self.project_in = Linear(context, width, hidden) if width != hidden else None
         self.layers = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,17 +25,39 @@ except Exception as error:  # A broken installation fails in many ways.
 
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
-from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.rope import Rope, rope_bytes
+from ambidex.layers.sampler import sampler_bytes
+from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.sizing import GroupSize, resolve_max_model_len, size_kv_cache
+from ambidex.memory.sizing import (
+    ASKED_KV_SHARE,
+    DEFAULT_KV_SHARE,
+    GroupSize,
+    KVSize,
+    least_kv_bytes,
+    resolve_max_model_len,
+    size_kv_cache,
+)
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.graphs import GraphReplayer, graph_rows
+from ambidex.runner.hands import Hands, open_hands
+from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import ModelRunner
+from ambidex.runner.model_runner import LOGIT_ROWS, ModelRunner
+from ambidex.runner.placing import (
+    host_weight_bytes,
+    place_parameters,
+    plan_places,
+    start_expert_cache,
+    start_streaming,
+)
 from ambidex.runner.replay import Replayer
+from ambidex.runner.warm_up import Largest, warm_up
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
@@ -44,7 +66,7 @@ from ambidex.weights.load import load_weights, planned_bytes
 if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
-    from ambidex.memory.ledger import Reservation
+    from ambidex.memory.ledger import Ledger, Reservation
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -61,7 +83,11 @@ KV_DTYPES = {**DTYPES, "int8": torch.int8}
 class LoadedLane:
     """A model on a device, ready to run, and what was decided on the way."""
 
+    hands: Hands
+    #: The lane's own: the accelerator where there is one.
     device: Device
+    #: One a memory: the host's, then each accelerator's.
+    ledgers: list[Ledger]
     runner: ModelRunner
     checkpoint: Checkpoint
     #: How MODEL was resolved, in words.
@@ -77,12 +103,17 @@ class LoadedLane:
     #: Sentences that the user should read once.
     notes: list[str]
     load_s: float
+    #: A line for each of the host's memories, where they are several.
+    memory_nodes: list[str]
+
+    def module_bytes(self) -> dict[str, dict[str, int]]:
+        """Module -> memory -> bytes of its weights."""
+        return bytes_of_modules(self.runner.model.named_parameters(), self.device.ledger.name)
 
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
-        self.device.close()
-        self.device.ledger.release_all()
+        self.hands.close()
         _give_freed_memory_back()
 
 
@@ -104,9 +135,32 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
-    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
-    for note in plan.notes:
+    hands = open_hands(config)
+    for note in hands.threads.notes:
         logger.warning("%s", note)
+    try:
+        lane = _load_on(hands, config, progress)
+    except BaseException as error:
+        # Whoever keeps the exception does not keep weights and threads with it.
+        _clear_frames(error)
+        hands.close()
+        raise
+    lane.load_s = time.perf_counter() - began
+    return lane
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the variables of the calls that an error, and what it came of, went through."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__context__
+
+
+def _load_on(
+    hands: Hands, config: EngineConfig, progress: Callable[[int, int], None] | None
+) -> LoadedLane:
+    cache = config.cache
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -119,14 +173,16 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes)
+    device = hands.device
+    near_node = None if hands.accelerator is None else hands.accelerator.node
+    host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
 
     def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
-        context = BuildContext(device, DTYPES[dtype], length)
+        context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
         return build_model(context, model_values), context.kv_groups(KV_DTYPES[kv_dtype])
 
-    low_bit = low_bit_source(config, checkpoint, device.kernels)
-    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, device)
+    low_bit = low_bit_source(config, checkpoint, hands.host.kernels)
+    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, hands.host)
     model, groups = build(max_model_len)
 
     def step_bytes(length: int) -> int:
@@ -136,23 +192,71 @@ def load_lane(
     planned = planned_bytes(
         model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
     )
-    weights = _reserve_weights(config, device, planned, step_bytes(1))
-    size = size_kv_cache(
-        [GroupSize(group.bytes_per_token, group.window) for group in groups],
-        device.ledger.free_bytes,
-        step_bytes,
-        cache,
-        config.scheduler,
-        max_model_len,
-        config.model.max_model_len is not None,
+    hands.host.measure()
+    group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
+    is_length_given = config.model.max_model_len is not None
+    accelerator = hands.accelerator
+    captured_rows: list[int] = []
+    if accelerator is not None and not config.enforce_eager and config.offload.is_async:
+        # Without copies ahead the host waits within a step, and what waits cannot be captured.
+        captured_rows = graph_rows(config.scheduler.max_num_seqs)
+    captured_bytes = graph_bytes(model_values, groups, captured_rows)
+    beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
+    least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    places = plan_places(
+        config,
+        hands,
+        model,
+        table.paths(checkpoint.tensor_names()),
+        planned,
+        step_bytes(1) + beside + least_kv,
+        step_bytes(1),
     )
-    if size.max_model_len != max_model_len:
+    weights = [
+        (ledger, _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1)))
+        for ledger in hands.ledgers
+    ]
+    if places.staging_bytes:
+        staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
+        weights.append((device.ledger, staging))
+    held_back = (
+        device.ledger.reserve("weights", "cached experts", places.cache_bytes)
+        if places.cache_bytes
+        else None
+    )
+    of_memory = ("host memory", DEFAULT_KV_SHARE)
+    if accelerator is not None:
+        of_memory = (device.name, ASKED_KV_SHARE)
+
+    def fit(free_bytes: int) -> KVSize:
+        return size_kv_cache(
+            group_sizes,
+            free_bytes - beside,
+            step_bytes,
+            cache,
+            config.scheduler,
+            max_model_len,
+            is_length_given,
+            *of_memory,
+        )
+
+    def kv_bytes(num_blocks: tuple[int, ...]) -> int:
+        return kv_cache_bytes(groups, num_blocks, cache.block_size)
+
+    def make_cache(size: KVSize) -> KVCache:
+        return KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+
+    memory = LaneMemory(device, fit, step_bytes, kv_bytes)
+    if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
-        model, groups = build(size.max_model_len)
-    device.ledger.reserve("activations", "activations", step_bytes(size.max_model_len))
-    num_bytes = kv_cache_bytes(groups, size.num_blocks, cache.block_size)
-    device.ledger.reserve("kv_cache", "kv_cache", num_bytes)
-    with _memory_refused(device):
+        model, groups = build(memory.size.max_model_len)
+    place_parameters(model, places.by_path)
+    if accelerator is not None:
+        num_bytes = step_bytes(memory.size.max_model_len)
+        hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
+    if host_nodes.is_filled:
+        hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
+    with memory_refused(device):
         unused = load_weights(
             model.named_parameters(),
             table,
@@ -162,12 +266,29 @@ def load_lane(
             low_bit.load if low_bit else None,
         )
         # What is held, to the byte, takes the place of what was foreseen.
-        device.ledger.release(weights)
+        for ledger, reservation in weights:
+            ledger.release(reservation)
         held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        device.ledger.reserve("weights", "weights", held)
-        kv_cache = KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
-    replayer = None
-    if device.kernels.can_record and not config.enforce_eager:
+        on_host = held
+        if accelerator is not None:
+            on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
+            device.ledger.reserve("weights", "weights", held - on_host)
+        host_nodes.reserve("weights", "weights", on_host)
+        if accelerator is not None:
+            limits = config.scheduler
+            start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
+    # What loading freed counts as free.
+    _give_freed_memory_back()
+    kv_cache = memory.make_cache(make_cache)
+    size = memory.size
+    replayer: Replayer | GraphReplayer | None = None
+    if accelerator is not None:
+        device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
+        if captured_rows:
+            device.ledger.reserve("graphs", "captured steps", captured_bytes)
+            assert hands.placed is not None
+            replayer = GraphReplayer(accelerator, hands.placed, model, kv_cache, captured_rows)
+    elif device.kernels.can_record and not config.enforce_eager:
         replayer = Replayer(
             cast("NativeKernels", device.kernels),
             model,
@@ -175,17 +296,38 @@ def load_lane(
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
-    runner = ModelRunner(device, model, kv_cache, replayer)
-    runner.warm_up()
+    if accelerator is not None:
+        if held_back is not None:
+            device.ledger.release(held_back)
+        # And what nothing else has asked for, but for a little that is reserved at first use.
+        cache_bytes = device.ledger.free_bytes * 7 // 8
+        start_expert_cache(hands, model, config.offload.moe_expert_cache, cache_bytes)
+    runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
+    scheduler = config.scheduler
+    largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
+    warm_up(runner, largest if config.warm_up_fully else None)
     _give_freed_memory_back()
-    notes = [*device.notes, *([size.note] if size.note else [])]
+    vocab_size = int(model_values.require("vocab_size"))
+    ropes = [module for module in submodules(model) if isinstance(module, Rope)]
+    rotations = [part for rope in ropes for part in rope.tables]
+    recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
+    if recorded is not None:
+        memory.settle_steps(_recorded_bytes(config, runner, recorded, rotations, vocab_size))
+    if cache.prefault:
+        arena = recorded.arena_tensors() if recorded is not None else []
+        memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
+    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host), *memory.notes]
+    if size.note:
+        notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
     if unknown:
         notes.append(
             f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
         )
     return LoadedLane(
+        hands=hands,
         device=device,
+        ledgers=hands.ledgers,
         runner=runner,
         checkpoint=checkpoint,
         description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
@@ -193,17 +335,18 @@ def load_lane(
         groups=groups,
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
-        vocab_size=int(model_values.require("vocab_size")),
+        vocab_size=vocab_size,
         dtype_description=low_bit.description
         if low_bit
         else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
         kv_dtype=kv_dtype,
         notes=notes,
-        load_s=time.perf_counter() - began,
+        load_s=0.0,
+        memory_nodes=host_nodes.describe(),
     )
 
 
-def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
+def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: CPUDevice) -> str:
     """The type of the KV cache. Beside weights in low bits it is float16, which attention reads
     twice as fast: what that rounds is far below what 8-bit activations do."""
     is_native = device.kernels.name == "native"
@@ -218,10 +361,10 @@ def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: Device) -> str:
 
 
 def _reserve_weights(
-    config: EngineConfig, device: Device, needed: int, step_bytes: int
+    config: EngineConfig, ledger: Ledger, needed: int, step_bytes: int
 ) -> Reservation:
     """Raises OutOfMemory with what helps: that a step fits beside the weights is part of it."""
-    free = device.ledger.free_bytes
+    free = ledger.free_bytes
     if needed > free:
         remedy = "Free memory, or choose a smaller model."
         smaller = [
@@ -235,30 +378,52 @@ def _reserve_weights(
             remedy = f"Give {option}, which takes about {format_bytes(size)}."
         raise OutOfMemory(
             f"The weights of {config.model.model} take {format_bytes(needed)}; "
-            f"{format_bytes(free)} of host memory are free. {remedy}"
+            f"{format_bytes(free)} of {ledger.name} memory are free. {remedy}"
         )
-    return device.ledger.reserve("weights", "weights", needed)
-
-
-@contextlib.contextmanager
-def _memory_refused(device: Device) -> Iterator[None]:
-    """Memory that the ledger promised and the system refuses (``ulimit -v``) is an OutOfMemory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        raise OutOfMemory(
-            f"The system refused memory that it had reported as free: "
-            f"{format_bytes(device.ledger.used_bytes)} are needed. Raise this process's limit "
-            "(ulimit -v), free memory, or give less with --kv-cache-memory-bytes."
-        ) from None
+    return ledger.reserve("weights", "weights", needed)
 
 
 def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Sequence[int]) -> int:
+    """An upper estimate of the results of captured steps with those numbers of rows, in bytes.
+    Each result has memory of its own, on the device and, where it crosses, on the host."""
+    hidden = int(model_values.require("hidden_size"))
+    inner = int(model_values.get("intermediate_size", 4 * hidden))
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    layers = sum(len(group.layers) for group in groups)
+    heads = int(model_values.require("num_attention_heads"))
+    query = heads * groups[0].head_dim
+    experts = int(model_values.get("num_experts", model_values.get("num_local_experts", 0)) or 0)
+    row = layers * (12 * hidden + 6 * query + 8 * kv_width + 4 * inner + 4 * experts)
+    # Experts' results before they are added up, from both memories.
+    row += layers * 3 * _choices(model_values) * hidden
+    row += 3 * int(model_values.require("vocab_size"))
+    # Each result is rounded up to a piece of memory.
+    return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
+
+
+def _recorded_bytes(
+    config: EngineConfig,
+    runner: ModelRunner,
+    replayer: Replayer,
+    rotations: list[torch.Tensor],
+    vocab_size: int,
+) -> dict[str, int]:
+    """What steps take where they are replayed: what is held, and what choosing tokens takes."""
+    return {
+        "recorded step": replayer.arena_bytes,
+        "kernel threads": cast("NativeKernels", runner.device.kernels).memory_bytes,
+        "rotations": sum(part.nbytes for part in rotations),
+        # Of prompt tokens, twice, since the C library keeps what was freed, in pieces. Those of new
+        # tokens are in the recorded step.
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
 
 
 def activation_bytes(
@@ -278,4 +443,11 @@ def activation_bytes(
     logits = 4 * vocab * max(config.scheduler.max_num_seqs, 128)
     # Keys and values of one layer as gathered, narrow and widened.
     gathered = 4 * kv_width * max(max_model_len, 1 << 15)
-    return 4 * (layer + logits + gathered)
+    shared = 3 * _choices(model_values) * hidden * min(rows, MAX_ROWS)
+    return 4 * (layer + logits + gathered + shared)
+
+
+def _choices(model_values: CheckpointConfig) -> int:
+    """Experts that a token chooses."""
+    has_experts = model_values.get("num_experts", model_values.get("num_local_experts", 0))
+    return int(model_values.get("num_experts_per_tok", 2)) if has_experts else 0

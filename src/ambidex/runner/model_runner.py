@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ambidex.errors import InvalidModelError
+from ambidex.errors import OutOfMemory
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
-from ambidex.request import SamplingParams, TokenLogprobs
+from ambidex.request import TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
-from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest, StepResult
+from ambidex.runner.decision import Decision, ScheduledRequest, StepResult
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
+    from ambidex.kernels.table import Kernels
     from ambidex.kv.cache import KVCache
     from ambidex.layers.sampler import BestTokens
     from ambidex.models.registry import CausalLM
+    from ambidex.runner.graphs import GraphReplayer
     from ambidex.runner.replay import Replayer
 
 logger = logging.getLogger(__name__)
 
-# Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
-_LOGIT_ROWS = 128
+#: Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
+LOGIT_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -40,9 +42,16 @@ class ModelRunner:
     """Computes decisions. Everything here happens in the lane's thread."""
 
     def __init__(
-        self, device: Device, model: CausalLM, kv_cache: KVCache, replayer: Replayer | None = None
+        self,
+        device: Device,
+        model: CausalLM,
+        kv_cache: KVCache,
+        replayer: Replayer | GraphReplayer | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        """``kernels``: what the model was built with, where that is not the device's table."""
         self.device = device
+        self._kernels = kernels or device.kernels
         self.model = model
         self.kv_cache = kv_cache
         #: Replays a recorded step; None: every step is computed call by call.
@@ -50,20 +59,6 @@ class ModelRunner:
         is_native = device.kernels.name == "native"
         self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
-
-    def warm_up(self) -> None:
-        """Record the step, then compute a few tokens, so that whatever is made at first use is
-        there."""
-        if self.replayer is not None and not self.replayer.record():
-            self.replayer = None
-        name, num_tokens = "warm-up", 8
-        tables = tuple([0] for _ in self.kv_cache.groups)
-        prompt = NewRequest(SamplingParams(temperature=0.0), [0] * num_tokens, num_tokens)
-        step = ScheduledRequest(name, prompt.token_ids, 0, tables, sample=True, new=prompt)
-        result = self.execute(Decision("warm-up", -1, [step]))
-        self._requests.clear()
-        if result.errors:
-            raise InvalidModelError(f"The first step failed: {result.errors[name]}")
 
     def execute(self, decision: Decision) -> StepResult:
         """Compute one step: write KV, sample where asked.
@@ -79,7 +74,8 @@ class ModelRunner:
         try:
             if requests:
                 self._execute(requests, result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
             result = StepResult(decision.step)
             for request in requests:
@@ -96,15 +92,23 @@ class ModelRunner:
             state.row = SamplerRow(row.params, tokens, row.num_prompt_tokens)
         try:
             self._execute([request], result)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            self._settle()
             logger.exception("request %s failed", request.request_id)
             reason = (str(error) or "out of memory").splitlines()[0]
             result.errors[request.request_id] = f"Computing this request failed: {reason}"
 
+    def _settle(self) -> None:
+        """After a failed step: wait until nothing of it runs any more."""
+        try:
+            self.device.synchronize()
+        except RuntimeError as error:
+            logger.debug("of the failed step: %s", error)
+
     @torch.inference_mode()
     def _execute(self, requests: list[ScheduledRequest], result: StepResult) -> None:
         self._remember(requests)
-        kernels = self.device.kernels
+        kernels = self._kernels
         batch = build_batch(requests, self.kv_cache, kernels.row_pad)
         model_began = time.perf_counter()
         ends = batch.attention[0].query_starts
@@ -114,10 +118,16 @@ class ModelRunner:
         best: tuple[Tensor, Tensor] | None = None
         if self.replayer is not None and self.replayer.fits(batch, len(rows)):
             hidden, logits, best = self.replayer.replay(batch, rows)
+            logits = kernels.fetch(logits)
         else:
+            kernels.begin_step(batch.num_tokens, len(rows))
+            batch.positions = kernels.put(batch.positions)
             hidden = self.model(batch)
             if rows:
                 logits = self.model.head(kernels.take_logit_rows(hidden, rows))
+            kernels.end_step()
+            # What has failed shows here, too.
+            logits = kernels.fetch(hidden[:0] if logits is None else logits)
         result.model_s += time.perf_counter() - model_began
         for index, request in enumerate(requests):
             if self._requests[request.request_id].row.params.prompt_logprobs is not None:
@@ -125,10 +135,14 @@ class ModelRunner:
         if rows and logits is not None:
             self._sample(logits, best, [requests[i] for i in chosen], result)
 
+    def forget_all(self) -> None:
+        """Forget every request, as if none had come."""
+        self._requests.clear()
+
     def close(self) -> None:
         """Drop the model, the cache and the kernels; the runner cannot be used afterwards."""
         self._requests.clear()
-        del self.model, self.kv_cache, self.replayer, self._sampler
+        del self.model, self.kv_cache, self.replayer, self._sampler, self._kernels
 
     def _remember(self, requests: list[ScheduledRequest]) -> None:
         for request in requests:
@@ -167,9 +181,10 @@ class ModelRunner:
         scores: list[TokenLogprobs | None] = [None] if request.start == 0 else []
         # Rows at or after the last prompt token score no prompt token.
         count = min(len(request.token_ids), row.num_prompt_tokens - 1 - request.start)
-        for first in range(0, count, _LOGIT_ROWS):
-            end = min(first + _LOGIT_ROWS, count)
+        for first in range(0, count, LOGIT_ROWS):
+            end = min(first + LOGIT_ROWS, count)
             targets = row.token_ids[request.start + first + 1 : request.start + end + 1]
-            scores += prompt_logprobs(self.model.head(hidden[first:end]), targets, wanted)
+            logits = self._kernels.fetch(self.model.head(hidden[first:end]))
+            scores += prompt_logprobs(logits, targets, wanted)
         if scores:
             result.prompt_logprobs[request.request_id] = scores

@@ -32,8 +32,8 @@ class Replayed(NamedTuple):
     hidden: Tensor
     #: [num_logit_rows, vocab]
     logits: Tensor
-    #: [num_logit_rows] each: the best tokens, and whether a row is finite.
-    best: tuple[Tensor, Tensor]
+    #: [num_logit_rows] each: the best tokens, and whether a row is finite; None: not looked for.
+    best: tuple[Tensor, Tensor] | None
 
 
 class Replayer:
@@ -59,6 +59,9 @@ class Replayer:
         self._ropes = [module for module in submodules(model) if isinstance(module, Rope)]
         self._recording: Recording | None = None
 
+    #: Numbers of rows that have to be computed once before a server is ready.
+    warm_up_rows: Sequence[int] = ()
+
     @property
     def num_replays(self) -> int:
         return self._recording.num_replays if self._recording is not None else 0
@@ -72,6 +75,10 @@ class Replayer:
     def arena_bytes(self) -> int:
         """Bytes of the results of a step with the largest batch."""
         return self._recording.arena.num_bytes if self._recording is not None else 0
+
+    def arena_tensors(self) -> list[Tensor]:
+        """The memory of those results."""
+        return self._recording.arena.tensors() if self._recording is not None else []
 
     def record(self) -> bool:
         """Whether the model could be recorded; some operations cannot."""

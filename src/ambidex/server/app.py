@@ -41,7 +41,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 HELLO = (
     "Ambidex {version} serves {model}.\n"
     "OpenAI's API is below /v1; also /tokenize, /detokenize, /generate, /health, /live, "
-    "/version and /metrics.\n"
+    "/version, /metrics and /ledger.\n"
 )
 
 
@@ -69,6 +69,11 @@ async def metrics(state: ServerState, http: Request) -> Response:
     recorded.heartbeat_age(state.engine.heartbeat_age_s)
     page, content_type = recorded.render(http.headers.get("accept", ""))
     return Response(page, headers={"content-type": content_type})
+
+
+async def ledger(state: ServerState, http: Request) -> Response:
+    """Each memory's ledger, and where the weights are."""
+    return json_response(state.engine.memory_report())
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
@@ -124,6 +129,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/live", live),
     ("GET", "/version", version),
     ("GET", "/metrics", metrics),
+    ("GET", "/ledger", ledger),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/v1/chat/completions", serve_chat),

@@ -48,24 +48,25 @@ def planned_bytes(
     names: Names,
     checkpoint: Checkpoint,
     low_bit_bytes: Callable[[str], int | None] | None,
-) -> int:
-    """Bytes that the parameters will take, from headers alone.
+) -> dict[str, int]:
+    """Bytes that each parameter will take, from headers alone.
 
     ``low_bit_bytes(name)``: what a tensor takes in low bits, None where it stays as it is; the
     function is None where nothing is kept in low bits.
     """
     table = dict(parameters)
-    total = sum(parameter.num_bytes for parameter in table.values())
+    sizes = {path: parameter.num_bytes for path, parameter in table.items()}
     if low_bit_bytes is None:
-        return total
+        return sizes
     for name in checkpoint.tensor_names():
         target = _find(names, name)
         parameter = table.get(target[0]) if target else None
         size = low_bit_bytes(name) if parameter is not None and parameter.is_matrix else None
-        if parameter is not None and size is not None:
+        if target is not None and parameter is not None and size is not None:
             share = math.prod(checkpoint.tensor_shape(name)) / math.prod(parameter.shape)
-            total += size - round(parameter.num_bytes * share)
-    return total
+            # Rounded so that what is planned is never too little.
+            sizes[target[0]] += size - int(parameter.num_bytes * share)
+    return sizes
 
 
 def _find(names: Names, name: str) -> tuple[str, str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.library import load
-from ambidex.kernels.cpu.numa import PagePlacer
+from ambidex.kernels.cpu.numa import PagePlacer, Placer
 from ambidex.kernels.cpu.weight_memory import WeightMemory
 
 
@@ -28,10 +29,49 @@ class NativeBase:
         self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
-        self._weight_memory = WeightMemory()
+        self._weight_memory = self._kept_weights = WeightMemory()
         #: Puts each part of a weight on the node of the thread that multiplies with it.
-        self._placer = PagePlacer(nodes)
+        self._placer: Placer = PagePlacer(nodes)
+        self._kept_placer: Placer = self._placer
         self._context = self._native.Context(level, num_threads, list(cpus))
+
+    def fill_nodes(self, placer: Placer) -> None:
+        """From now on ``placer`` lays packed weights on NUMA nodes, instead of beside the threads
+        that multiply with them."""
+        self._placer = self._kept_placer = placer
+
+    @contextlib.contextmanager
+    def temporary_weights(self) -> Iterator[None]:
+        """Weights packed within lie in memory that is freed with the last of them."""
+        kept, self._weight_memory = self._weight_memory, WeightMemory()
+        self._placer = PagePlacer(())
+        try:
+            yield
+        finally:
+            self._weight_memory, self._placer = kept, self._kept_placer
+
+    def keep(self, pieces: list[Tensor]) -> Tensor:
+        """Copy bytes, one piece behind the other, to the memory of the weights that stay, on the
+        NUMA nodes where these go."""
+        memory = self._kept_weights.take(sum(piece.numel() for piece in pieces))
+        self._kept_placer.place(memory.data_ptr(), memory.nbytes // 64, 64)
+        return torch.cat(pieces, out=memory)
+
+    def fetch(self, x: Tensor) -> Tensor:
+        return x
+
+    def put(self, x: Tensor) -> Tensor:
+        return x
+
+    def begin_step(self, num_tokens: int, num_logits: int) -> None:
+        """Nothing has to be fetched ahead."""
+
+    def end_step(self) -> None:
+        """Nothing goes on after it."""
+
+    def _is_recording(self) -> bool:
+        """Whether calls are recorded, and compute nothing."""
+        return False
 
     def _rows(self, x: Tensor) -> int:
         """How many rows ``x`` has, as native code is told: a symbol while recording."""

@@ -59,6 +59,35 @@ void bind_moe(nb::module_& module) {
                          Rows{rows}};
         submit(context, moe_table(context.level).scatter, args);
     });
+    module.def("spread_rows", [](Context& context, Address results, Address order, Address start,
+                                 Address out, int64_t rows, int64_t width) {
+        SpreadArgs args{pointer<const float>(results),
+                        pointer<const int64_t>(order),
+                        pointer<const int64_t>(start),
+                        pointer<float>(out),
+                        width,
+                        Rows{rows}};
+        submit(context, moe_table(context.level).spread, args);
+    });
+    module.attr("MAX_PARTS") = CombineArgs::kMaxParts;
+    module.def("combine_experts", [](Context& context, const std::vector<Address>& parts,
+                                     Address weights, Address experts, Address out,
+                                     int64_t out_stride, int64_t rows, int64_t width,
+                                     int64_t top_k) {
+        CombineArgs args{{},
+                         pointer<const float>(weights),
+                         pointer<const int64_t>(experts),
+                         pointer<float>(out),
+                         int64_t(parts.size()),
+                         out_stride,
+                         width,
+                         top_k,
+                         Rows{rows}};
+        for (size_t i = 0; i < parts.size() && i < size_t(CombineArgs::kMaxParts); ++i) {
+            args.parts[i] = pointer<const float>(parts[i]);
+        }
+        submit(context, moe_table(context.level).combine, args);
+    });
     module.def("clear_rows", [](Context& context, Address out, int64_t stride, int64_t rows,
                                 int64_t width) {
         ClearArgs args{pointer<float>(out), stride, width, Rows{rows}};

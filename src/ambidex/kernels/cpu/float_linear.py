@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,20 @@ class FloatWeight:
     @property
     def num_bytes(self) -> int:
         return self.panels.numel() * self.panels.element_size()
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> FloatWeight:
+        """The same matrix over what ``move`` gives for its memory."""
+        return FloatWeight(move(self.panels), self.shape[0])
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> FloatWeight:
+        """Those rows, one range behind the other, as ``rows`` cuts them; ``store`` copies pieces
+        of bytes, one behind the other, to where they shall lie."""
+        parts = [self.rows(start, end) for start, end in ranges]
+        pieces = [part.panels.flatten().view(torch.uint8) for part in parts]
+        panels = store(pieces).view(self.dtype).view(-1, *self.panels.shape[1:])
+        return FloatWeight(panels, sum(part.shape[0] for part in parts))
 
     def rows(self, start: int, end: int) -> FloatWeight:
         """Rows ``start`` to ``end`` in the same memory. Both are multiples of 16, or the end."""

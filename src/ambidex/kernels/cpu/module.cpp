@@ -47,6 +47,7 @@ NB_MODULE(_native, module) {
                  new (self) Context(level_named(level), num_threads, std::move(cpus));
              })
         .def_prop_ro("num_threads", [](Context& self) { return self.threads.size(); })
+        .def_prop_ro("memory_bytes", [](Context& self) { return self.threads.memory_bytes(); })
         .def_ro("num_runs", &Context::num_runs)
         .def("begin_recording",
              [](Context& self) { self.recording = std::make_shared<Program>(); })

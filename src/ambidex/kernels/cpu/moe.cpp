@@ -119,6 +119,55 @@ static void scatter(const ScatterArgs& args, const StepParams& step, Worker& wor
     }
 }
 
+static void spread(const SpreadArgs& args, const StepParams& step, Worker& worker) {
+    int64_t rows = args.rows.count(step);
+    const int64_t* order = args.order + *args.start;
+    int64_t first = rows * worker.id() / worker.count();
+    int64_t end = rows * (worker.id() + 1) / worker.count();
+    for (int64_t i = first; i < end; ++i) {
+        const float* result = args.results + i * args.width;
+        float* out = args.out + order[i] * args.width;
+        for (int64_t c = 0; c < args.width; c += kLanes) {
+            mask16 mask = lanes_before(args.width, c);
+            store(out + c, load(result + c, mask), mask);
+        }
+    }
+}
+
+// A row's choices by rising expert, as group sorts them.
+static void sort_choices(const int64_t* experts, int64_t top_k, int64_t* order) {
+    for (int64_t choice = 0; choice < top_k; ++choice) {
+        int64_t at = choice;
+        for (; at > 0 && experts[order[at - 1]] > experts[choice]; --at) order[at] = order[at - 1];
+        order[at] = choice;
+    }
+}
+
+static void combine(const CombineArgs& args, const StepParams& step, Worker& worker) {
+    size_t num_bytes = size_t(args.top_k) * sizeof(int64_t);
+    int64_t* order = reinterpret_cast<int64_t*>(worker.scratch(num_bytes));
+    int64_t pieces = (args.width + kLanes - 1) / kLanes;
+    int64_t count = args.rows.count(step) * pieces;
+    int64_t end = count * (worker.id() + 1) / worker.count();
+    int64_t sorted_row = -1;
+    for (int64_t i = count * worker.id() / worker.count(); i < end; ++i) {
+        int64_t row = i / pieces, c = i % pieces * kLanes;
+        if (row != sorted_row) sort_choices(args.experts + row * args.top_k, args.top_k, order);
+        sorted_row = row;
+        mask16 mask = lanes_before(args.width, c);
+        f32x16 total = zero_f32();
+        for (int64_t k = 0; k < args.top_k; ++k) {
+            int64_t choice = row * args.top_k + order[k];
+            f32x16 result = load(args.parts[0] + choice * args.width + c, mask);
+            for (int64_t part = 1; part < args.num_parts; ++part) {
+                result = or_bits(result, load(args.parts[part] + choice * args.width + c, mask));
+            }
+            total = fma(result, broadcast(args.weights[choice]), total);
+        }
+        store(args.out + row * args.out_stride + c, total, mask);
+    }
+}
+
 static void clear(const ClearArgs& args, const StepParams& step, Worker& worker) {
     int64_t rows = args.rows.count(step);
     int64_t first = rows * worker.id() / worker.count();

@@ -48,6 +48,28 @@ struct ScatterArgs {
     Rows rows;
 };
 
+// out[order[*start + i]] = result i: every choice has a row of its own.
+struct SpreadArgs {
+    const float* results;
+    const int64_t* order;
+    const int64_t* start;
+    float* out;  // [rows * top_k, width]
+    int64_t width;
+    Rows rows;
+};
+
+// What scatter adds up, from results that lie apart: a choice's result is in one of the parts, and
+// the others are zero there.
+struct CombineArgs {
+    static constexpr int64_t kMaxParts = 8;
+    const float* parts[kMaxParts];  // [rows, top_k, width] each
+    const float* weights;           // [rows, top_k]
+    const int64_t* experts;         // [rows, top_k]
+    float* out;
+    int64_t num_parts, out_stride, width, top_k;
+    Rows rows;
+};
+
 struct ClearArgs {
     float* out;
     int64_t stride, width;
@@ -59,6 +81,8 @@ struct ClearArgs {
     X(group, GroupArgs)        \
     X(gather, GatherArgs)      \
     X(scatter, ScatterArgs)    \
+    X(spread, SpreadArgs)      \
+    X(combine, CombineArgs)    \
     X(clear, ClearArgs)
 
 struct MoeTable {

@@ -1,7 +1,9 @@
-"""Pages of a packed weight on the node whose threads read them.
+"""Pages of weights on NUMA nodes: always one copy, cut into parts.
 
-Chunks of a weight (its panels) are split among workers as ``Worker::next`` does: of n chunks,
-worker w of k has those from n * w // k to n * (w + 1) // k. On one node nothing is done.
+Where threads of several nodes share a weight, each part lies where its threads are. Chunks of a
+weight (its panels) are split among workers as ``Worker::next`` does: of n chunks, worker w of k
+has those from n * w // k to n * (w + 1) // k. Else weights can be laid on nodes one behind the
+other, as ``memory/nodes.py`` plans. On a machine of one node nothing is done.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import errno
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -56,20 +58,19 @@ def node_shares(num_chunks: int, chunk_bytes: int, nodes: Sequence[int]) -> list
     return shares
 
 
-class PagePlacer:
+class Placer:
     """Puts pages on nodes; one for all weights of a lane, so that a refusal is told once.
 
     Containers often refuse it (EPERM, ENOSYS): then pages stay where the system put them, which
     costs speed only.
     """
 
-    def __init__(
-        self, nodes: Sequence[int], bind: Bind | None = None, page_bytes: int | None = None
-    ) -> None:
-        self.nodes = tuple(nodes)
+    def __init__(self, bind: Bind | None = None, page_bytes: int | None = None) -> None:
         self._page_bytes = page_bytes or os.sysconf("SC_PAGE_SIZE")
         self._bind = bind
-        self._works = len(set(self.nodes)) > 1
+        self._works = True
+        #: Bytes of whole pages that were placed, by node.
+        self.placed_bytes: dict[int, int] = {}
 
     def place(self, address: int, num_chunks: int, chunk_bytes: int) -> bool:
         """Binds the pages of ``num_chunks * chunk_bytes`` bytes at ``address``.
@@ -79,37 +80,80 @@ class PagePlacer:
         """
         if not self._works:
             return False
-        if self._bind is None:
-            self._bind = _system_bind()
-        for first, size, node in self._pages(address, num_chunks, chunk_bytes):
-            code = self._bind(first, size, node)
+        self._bind = self._bind or system_bind()
+        end = address + num_chunks * chunk_bytes
+        for share in self._shares(num_chunks, chunk_bytes):
+            # Rounded up on both sides; what is only partly ours at either end is left alone.
+            first = self._page_after(address + share.start)
+            last = min(self._page_after(address + share.start + share.num_bytes), self._page(end))
+            if first >= last:
+                continue
+            code = self._bind(first, last - first, share.node)
             if code != 0:
                 self._works = False
                 logger.warning(
                     "the system refuses to place memory on NUMA node %d (mbind: %s), so weights "
                     "stay where they are and threads of other nodes read them more slowly; in a "
                     "container the capability SYS_NICE allows it",
-                    node,
+                    share.node,
                     errno.errorcode.get(code, code),
                 )
                 return False
+            self.placed_bytes[share.node] = self.placed_bytes.get(share.node, 0) + last - first
         return True
 
-    def _pages(
-        self, address: int, num_chunks: int, chunk_bytes: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """(address, bytes, node) of whole pages that lie in this memory, without overlaps."""
-        page = self._page_bytes
-        end = (address + num_chunks * chunk_bytes) // page * page
-        for share in node_shares(num_chunks, chunk_bytes, self.nodes):
-            # Rounded up on both sides; what is only partly ours at either end is left alone.
-            first = -(-(address + share.start) // page) * page
-            last = min(end, -(-(address + share.start + share.num_bytes) // page) * page)
-            if first < last:
-                yield first, last - first, share.node
+    def _shares(self, num_chunks: int, chunk_bytes: int) -> Sequence[Share]:
+        raise NotImplementedError
+
+    def _page(self, address: int) -> int:
+        return address // self._page_bytes * self._page_bytes
+
+    def _page_after(self, address: int) -> int:
+        return -(-address // self._page_bytes) * self._page_bytes
 
 
-def _system_bind() -> Bind:
+class PagePlacer(Placer):
+    """Cuts every weight: the part that a worker reads goes to its node, one of ``nodes``."""
+
+    def __init__(
+        self, nodes: Sequence[int], bind: Bind | None = None, page_bytes: int | None = None
+    ) -> None:
+        super().__init__(bind, page_bytes)
+        self.nodes = tuple(nodes)
+        self._works = len(set(self.nodes)) > 1
+
+    def _shares(self, num_chunks: int, chunk_bytes: int) -> Sequence[Share]:
+        return node_shares(num_chunks, chunk_bytes, self.nodes)
+
+
+class FillingPlacer(Placer):
+    """Lays weights one behind the other: ``parts`` are (node, bytes) in the order in which they
+    are used up, see ``plan_host_memory``. What comes after the last stays where the system puts
+    it."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int]],
+        bind: Bind | None = None,
+        page_bytes: int | None = None,
+    ) -> None:
+        super().__init__(bind, page_bytes)
+        self._left = [Share(node, 0, size) for node, size in parts if size]
+        self._works = bool(self._left)
+
+    def _shares(self, num_chunks: int, chunk_bytes: int) -> Sequence[Share]:
+        shares = []
+        start, size = 0, num_chunks * chunk_bytes
+        while start < size and self._left:
+            node, room = self._left[0].node, self._left[0].num_bytes
+            taken = min(room, size - start)
+            shares.append(Share(node, start, taken))
+            start += taken
+            self._left[:1] = [Share(node, 0, room - taken)] if taken < room else []
+        return shares
+
+
+def system_bind() -> Bind:
     """mbind of libnuma where it is installed, else the system call itself."""
     if platform.system() != "Linux":
         return lambda address, num_bytes, node: errno.ENOSYS

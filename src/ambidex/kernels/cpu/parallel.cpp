@@ -293,4 +293,10 @@ void ThreadGroup::reserve_shared(size_t num_bytes) {
     shared_bytes_ = num_bytes;
 }
 
+size_t ThreadGroup::memory_bytes() const {
+    size_t total = shared_bytes_;
+    for (const auto& worker : workers_) total += worker->scratch_bytes_;
+    return total;
+}
+
 }  // namespace ambidex

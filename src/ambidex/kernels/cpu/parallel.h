@@ -76,6 +76,9 @@ class ThreadGroup {
     // Makes the memory that workers share at least this large. Not while a job runs.
     void reserve_shared(size_t num_bytes);
 
+    // Bytes of the memory that workers share, and of their scratch memory. Not while a job runs.
+    size_t memory_bytes() const;
+
   private:
     friend class Worker;
     // A number that threads wait for; the line is of its own.

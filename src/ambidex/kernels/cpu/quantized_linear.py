@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +53,34 @@ class PackedWeight:
     def addresses(self) -> tuple[int, int, int]:
         """Of the panels, the codebook and the permutation; 0 where there is none."""
         return self.panels.data_ptr(), _address(self.codebook), _address(self.permutation)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same matrix over what ``move`` gives for each piece of its memory."""
+        return replace(
+            self,
+            panels=move(self.panels),
+            codebook=None if self.codebook is None else move(self.codebook),
+            permutation=None if self.permutation is None else move(self.permutation),
+        )
+
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], store: Callable[[list[Tensor]], Tensor]
+    ) -> PackedWeight:
+        """Those rows, one range behind the other, as ``rows`` cuts them; ``store`` copies pieces
+        of bytes, one behind the other, to where they shall lie."""
+        parts = [self.rows(start, end) for start, end in ranges]
+        num_rows = sum(part.shape[0] for part in parts)
+        return PackedWeight(
+            self.name,
+            (num_rows, self.shape[1]),
+            self.bits,
+            self.form.with_rows(num_rows),
+            store([part.panels for part in parts]),
+            None if self.codebook is None else store([self.codebook]),
+            None
+            if self.permutation is None
+            else store([self.permutation.view(torch.uint8)]).view(torch.int32),
+        )
 
     def rows(self, start: int, end: int) -> PackedWeight:
         """Rows ``start`` to ``end`` alone, sharing memory.

@@ -37,6 +37,10 @@ class Arena:
         """Bytes of all pieces: what a step with the largest batch touches."""
         return sum(piece.nbytes for piece in self._all)
 
+    def tensors(self) -> list[Tensor]:
+        """All pieces, as bytes."""
+        return [torch.from_numpy(piece) for piece in self._all]
+
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Uninitialised float32 memory, 64-byte aligned."""
         num_bytes = max(math.prod(shape) * 4, _ALIGNMENT)

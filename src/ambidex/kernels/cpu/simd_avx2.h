@@ -122,6 +122,9 @@ inline f32x16 abs(f32x16 x) {
     __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+inline f32x16 or_bits(f32x16 x, f32x16 y) {
+    return {_mm256_or_ps(x.a, y.a), _mm256_or_ps(x.b, y.b)};
+}
 inline f32x16 sqrt(f32x16 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 inline f32x16 round(f32x16 x) {
     constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;

@@ -90,6 +90,8 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b
 inline f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline f32x16 abs(f32x16 a) { return {_mm512_abs_ps(a.v)}; }
+// The bits of either: the other one where one is +0.
+inline f32x16 or_bits(f32x16 a, f32x16 b) { return {_mm512_or_ps(a.v, b.v)}; }
 inline f32x16 sqrt(f32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
 inline f32x16 round(f32x16 a) {
     return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};

@@ -141,6 +141,10 @@ inline f32x16 min(f32x16 x, f32x16 y) { return {x.v < y.v ? x.v : y.v}; }
 inline f32x16 abs(f32x16 x) {
     return {reinterpret_cast<f32_vector>(reinterpret_cast<i32_vector>(x.v) & 0x7fffffff)};
 }
+inline f32x16 or_bits(f32x16 x, f32x16 y) {
+    i32_vector bits = reinterpret_cast<i32_vector>(x.v) | reinterpret_cast<i32_vector>(y.v);
+    return {reinterpret_cast<f32_vector>(bits)};
+}
 inline f32x16 sqrt(f32x16 x) {
     f32x16 out;
     for (int i = 0; i < kLanes; ++i) out.v[i] = __builtin_sqrtf(x.v[i]);

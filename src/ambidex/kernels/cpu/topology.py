@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ambidex.cgroups import V2_MOUNTS, cgroup_path, folders, read_int, read_text
 from ambidex.errors import OptionError
+from ambidex.sysfs import format_cpus, node_distances, node_folders, parse_cpus, status_list
 
 #: Where the CPU controller of cgroup v1 is mounted.
 _V1_MOUNTS = ("sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpu")
@@ -21,11 +22,13 @@ _V1_MOUNTS = ("sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One NUMA node: a memory, and the CPUs near it that this process may use (maybe none)."""
+    """One NUMA node: the CPUs near it that this process may use (maybe none), and how far others
+    are. Its memory: ``memory/nodes.py``."""
 
     number: int
     cpus: tuple[int, ...]
-    memory_bytes: int
+    #: By number, in the system's units; empty where it does not say.
+    distances: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,15 @@ class Topology:
         """The number of the node that ``cpu`` is near."""
         return next((node.number for node in self.nodes if cpu in node.cpus), 0)
 
+    def nearest_first(self, number: int) -> list[Node]:
+        """The nodes with CPUs, from the one that is nearest to node ``number``."""
+
+        def distance(node: Node) -> tuple[bool, int, int]:
+            # 255 is the system's word for unreachable.
+            return node.number != number, node.distances.get(number, 255), node.number
+
+        return sorted((node for node in self.nodes if node.cpus), key=distance)
+
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
@@ -53,12 +65,15 @@ class ThreadPlan:
     #: Where each thread is pinned; empty: the system places them.
     cpus: tuple[int, ...]
     num_threads: int
-    #: The node of each pinned thread, ascending, where they are on several; else empty.
+    #: The node of each pinned thread, those of one node side by side, where they are on several;
+    #: else empty.
     nodes: tuple[int, ...] = ()
     #: Lines for the start: what was asked for and is not done.
     notes: tuple[str, ...] = ()
     #: A CPU for each thread, for :func:`cut`; empty where threads must not be pinned.
     seats: tuple[int, ...] = ()
+    #: The CPUs among which the system places threads that are not pinned; empty: all.
+    within: tuple[int, ...] = ()
 
 
 def read_topology(root: Path = Path("/")) -> Topology:
@@ -77,45 +92,20 @@ def read_topology(root: Path = Path("/")) -> Topology:
     return Topology(cpus, _quota(root), tuple(cores), _nodes(root, cpus))
 
 
-def parse_cpus(text: str) -> tuple[int, ...] | None:
-    """The numbers of ``0-3,8``, as they stand there, each once; None where it is no such list."""
-    numbers: dict[int, None] = {}
-    for part in text.strip().split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isascii() and first.isdigit()):
-            return None
-        if dash and not (last.isascii() and last.isdigit()):
-            return None
-        low, high = int(first), int(last or first)
-        # Far beyond what a kernel can be built for; a range must not fill the memory.
-        if high < low or high >= 2**16:
-            return None
-        numbers.update(dict.fromkeys(range(low, high + 1)))
-    return tuple(numbers)
-
-
-def format_cpus(cpus: Iterable[int]) -> str:
-    """``0-3,8``: the reverse of :func:`parse_cpus`, ascending."""
-    parts: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if parts and parts[-1][1] == cpu - 1:
-            parts[-1][1] = cpu
-        else:
-            parts.append([cpu, cpu])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in parts)
-
-
 def plan_threads(
     cpu_threads: int | None,
     cpu_bind: str | None,
     environment: Mapping[str, str],
     topology: Topology | None = None,
+    near_node: int | None = None,
 ) -> ThreadPlan:
     """How many threads compute, and where they are pinned.
 
     ``cpu_bind`` is what ``--cpu-bind`` or VLLM_CPU_OMP_THREADS_BIND says: ``auto``, ``none`` (or
     ``nobind``), CPUs ``0-15`` or ``0,2,4``, nodes ``numa:0`` or ``numa:0,1``, or vLLM's
     ``0-31|32-63``, a part for each rank. Where an argument is None ``environment`` is asked.
+    ``near_node`` is the accelerator's node, where it has one: with ``auto`` that node's cores
+    compute, others only where more threads are asked for, from the nearest node on.
     Raises :class:`OptionError` for CPUs and nodes that this process does not have.
     """
     found = topology or read_topology()
@@ -126,6 +116,8 @@ def plan_threads(
         cpu_threads = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
     bind = cpu_bind or environment.get("VLLM_CPU_OMP_THREADS_BIND", "") or "auto"
     bind = _first_rank(bind.strip().lower(), notes)
+    if bind == "auto" and near_node is not None and len(found.nodes) > 1:
+        return _plan_near(cpu_threads, near_node, found, notes)
     if bind in ("auto", "none", "nobind"):
         return _plan_free(cpu_threads, bind == "auto", found, notes)
     if bind.startswith("numa:"):
@@ -191,16 +183,8 @@ def _plan_free(
 ) -> ThreadPlan:
     """No CPUs are named: one thread a core, and no more than the quota."""
     cores = len(found.cores)
-    quota = math.inf if found.quota is None else math.ceil(found.quota)
-    count = cpu_threads or max(1, min(cores, int(min(quota, cores))))
-    usable = int(min(quota, len(found.cpus)))
-    if count > usable:
-        notes.append(
-            f"{count} threads were asked for and this process may use {usable} CPUs: they will "
-            f"wait for each other. Leave --cpu-threads and OMP_NUM_THREADS out for "
-            f"{max(1, min(cores, usable))} threads."
-        )
-    if not may_pin or quota < cores or count > cores:
+    count = _count(cpu_threads, cores, found, notes)
+    if not may_pin or _quota_cpus(found) < cores or count > cores:
         return ThreadPlan((), count, notes=tuple(notes))
     seats = _spread([core[0] for core in found.cores], count, found)
     # On one node a pinned thread was never faster than one that the system places, and where
@@ -212,9 +196,77 @@ def _plan_free(
     return ThreadPlan((), count, notes=tuple(notes), seats=tuple(seats))
 
 
-def _pinned(cpus: Sequence[int], found: Topology, notes: list[str]) -> ThreadPlan:
+def _plan_near(
+    cpu_threads: int | None, near_node: int, found: Topology, notes: list[str]
+) -> ThreadPlan:
+    """As many threads as the accelerator's node has cores, kept on that node but not pinned to
+    single CPUs, for the reason above; more than that are pinned, each beside its share."""
+    if near_node not in {node.number for node in found.nodes}:
+        notes.append(
+            f"The accelerator's NUMA node {near_node} is not one of this machine's "
+            f"({format_cpus(node.number for node in found.nodes)}): threads run on all of them."
+        )
+        return _plan_free(cpu_threads, True, found, notes)
+    nodes = found.nearest_first(near_node)
+    if not nodes or nodes[0].number != near_node:
+        where = f"on node {nodes[0].number}, the nearest" if nodes else "where there is room"
+        notes.append(
+            f"None of the {len(found.cpus)} CPUs that this process may use is on the accelerator's "
+            f"NUMA node {near_node}: its threads run {where}. If node {near_node} has CPUs, "
+            "allow them (in a container, --cpuset-cpus)."
+        )
+    if len(nodes) < 2:
+        return _plan_free(cpu_threads, True, found, notes)
+    near = nodes[0]
+    cores = [cpu for node in nodes for cpu in _first_cpus(found, node.cpus)]
+    num_near = len(_first_cpus(found, near.cpus))
+    count = _count(cpu_threads, num_near, found, notes)
+    if cpu_threads is None and count == num_near < min(len(cores), _quota_cpus(found)):
+        whose = "the accelerator's NUMA node" if near.number == near_node else "NUMA node"
+        notes.append(
+            f"{count} of {len(cores)} cores compute, those of {whose} {near.number}. Give "
+            f"--cpu-threads {len(cores)} to use the others too."
+        )
+    may_pin = _quota_cpus(found) >= len(found.cores)
+    if count <= num_near:
+        seats = tuple(cores[:count]) if may_pin else ()
+        return ThreadPlan((), count, notes=tuple(notes), seats=seats, within=near.cpus)
+    if count > len(cores) or not may_pin:
+        return ThreadPlan((), count, notes=tuple(notes))
+    # The first thread, which gives the accelerator its work, is one of the near node's.
+    return _pinned(cores[:count], found, notes, [node.number for node in nodes])
+
+
+def _first_cpus(found: Topology, cpus: Sequence[int]) -> list[int]:
+    """One of ``cpus`` for each core that has some of them."""
+    near = set(cpus)
+    return [next(cpu for cpu in core if cpu in near) for core in found.cores if near & {*core}]
+
+
+def _quota_cpus(found: Topology) -> float:
+    return math.inf if found.quota is None else math.ceil(found.quota)
+
+
+def _count(cpu_threads: int | None, cores: int, found: Topology, notes: list[str]) -> int:
+    """The threads that were asked for, or one for each of ``cores`` within the quota."""
+    usable = int(min(_quota_cpus(found), len(found.cpus)))
+    standard = max(1, min(cores, usable))
+    if cpu_threads is None or cpu_threads <= usable:
+        return cpu_threads or standard
+    notes.append(
+        f"{cpu_threads} threads were asked for and this process may use {usable} CPUs: they will "
+        f"wait for each other. Leave --cpu-threads and OMP_NUM_THREADS out for {standard} threads."
+    )
+    return cpu_threads
+
+
+def _pinned(
+    cpus: Sequence[int], found: Topology, notes: list[str], order: Sequence[int] | None = None
+) -> ThreadPlan:
+    """``order``: of the nodes; None: by number."""
     # By node, so that each node's threads have neighbouring shares of a weight.
-    seats = tuple(sorted(cpus, key=found.node_of))
+    rank = {number: place for place, number in enumerate(order or ())}
+    seats = tuple(sorted(cpus, key=lambda cpu: rank.get(found.node_of(cpu), found.node_of(cpu))))
     nodes = tuple(found.node_of(cpu) for cpu in seats)
     return ThreadPlan(seats, len(seats), _several(nodes), tuple(notes), seats)
 
@@ -278,8 +330,8 @@ def _cpus_of_nodes(bind: str, cpu_threads: int | None, found: Topology) -> Seque
                 f"--cpu-bind {bind}: node {number} has no CPU that this process may use; "
                 f"{_with_cpus(found)}."
             )
-    near = {cpu for number in numbers for cpu in nodes[number].cpus}
-    firsts = [next(cpu for cpu in core if cpu in near) for core in found.cores if near & {*core}]
+    near = [cpu for number in numbers for cpu in nodes[number].cpus]
+    firsts = _first_cpus(found, near)
     others = [cpu for cpu in found.cpus if cpu in near and cpu not in firsts]
     if cpu_threads is None or cpu_threads == len(firsts):
         return firsts
@@ -295,13 +347,10 @@ def _with_cpus(found: Topology) -> str:
 
 
 def _allowed_cpus(root: Path) -> tuple[int, ...]:
-    # Of the process rather than of this thread, which may be pinned already.
-    for line in (read_text(root / "proc/self/status") or "").splitlines():
-        name, _, value = line.partition(":")
-        allowed = parse_cpus(value) if name == "Cpus_allowed_list" else None
-        if allowed:
-            online = parse_cpus(read_text(root / "sys/devices/system/cpu/online") or "")
-            return tuple(sorted(set(allowed).intersection(online or allowed))) or allowed
+    allowed = status_list(root, "Cpus_allowed_list")
+    if allowed:
+        online = parse_cpus(read_text(root / "sys/devices/system/cpu/online") or "")
+        return tuple(sorted(set(allowed).intersection(online or allowed))) or allowed
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))  # macOS
@@ -329,25 +378,9 @@ def _quota(root: Path) -> float | None:
 
 
 def _nodes(root: Path, cpus: tuple[int, ...]) -> tuple[Node, ...]:
-    folder = root / "sys/devices/system/node"
-    numbers = parse_cpus(read_text(folder / "online") or "")
     nodes = []
-    for number in sorted(numbers or ()):
-        near = parse_cpus(read_text(folder / f"node{number}/cpulist") or "") or ()
-        nodes.append(
-            Node(
-                number,
-                tuple(cpu for cpu in cpus if cpu in near),
-                _node_bytes(read_text(folder / f"node{number}/meminfo") or ""),
-            )
-        )
-    return tuple(nodes) or (Node(0, cpus, 0),)
-
-
-def _node_bytes(meminfo: str) -> int:
-    """``Node 0 MemTotal:  16318400 kB``, in bytes; 0 where it does not say."""
-    for line in meminfo.splitlines():
-        words = line.split()
-        if len(words) >= 4 and words[2] == "MemTotal:" and words[3].isdigit():
-            return int(words[3]) * 1024
-    return 0
+    for number, folder in node_folders(root).items():
+        near = parse_cpus(read_text(folder / "cpulist") or "") or ()
+        own = tuple(cpu for cpu in cpus if cpu in near)
+        nodes.append(Node(number, own, node_distances(root, number)))
+    return tuple(nodes) or (Node(0, cpus),)

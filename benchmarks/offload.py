@@ -1,0 +1,232 @@
+"""How well copies, the accelerator and the host overlap, on the simulated accelerator.
+
+    python benchmarks/offload.py MODEL [--clock virtual real] [--timeline FILE.png] [--record]
+
+Decode steps of one request, weights in float32, one thread a side. The link is as fast as it takes
+for copies to take as long as the compute that they overlap with. On the virtual clock every figure
+is a consequence of the cost model; on the real one operations sleep until their modelled end, and
+steps in which arithmetic took longer than that are counted as late and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ambidex.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+    SchedulerConfig,
+)
+from ambidex.device.stream import Span
+from ambidex.engine.engine import Engine
+from ambidex.request import EngineRequest, SamplingParams
+
+HERE = Path(__file__).parent
+#: Seconds on the real clock are long beside what arithmetic and Python take.
+SPEEDS = {"virtual": 0.25, "real": 0.05}
+#: The tied head too: it is a fifth of a small model.
+LAYERS = ("layers.*", "embedding")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    offload: OffloadConfig
+    #: The step is compared with the longest of these streams, or with the sum of them.
+    streams: tuple[str, ...]
+    is_sum: bool
+    limit: float
+
+
+CASES = (
+    Case(
+        "streamed",
+        OffloadConfig(patterns=LAYERS, mode="stream"),
+        ("compute", "copy_in"),
+        False,
+        1.15,
+    ),
+    Case(
+        "streamed, not ahead",
+        OffloadConfig(patterns=LAYERS, mode="stream", is_async=False),
+        ("compute", "copy_in"),
+        True,
+        1.15,
+    ),
+    Case(
+        "MLPs on the host",
+        OffloadConfig(patterns=("*.mlp.*",), mode="compute"),
+        ("compute", "host"),
+        True,
+        1.1,
+    ),
+    Case(
+        "split",
+        OffloadConfig(patterns=LAYERS, mode="split"),
+        ("compute", "copy_in", "host"),
+        False,
+        1.15,
+    ),
+)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Means over steps: seconds of a step and of each stream's work; bytes of each stream."""
+
+    step_s: float
+    busy_s: dict[str, float]
+    num_bytes: dict[str, int]
+    num_steps: int
+    num_late: int
+    #: Of one step.
+    spans: list[Span] = field(default_factory=list)
+
+
+def measure(args: argparse.Namespace, clock: str, offload: OffloadConfig, link: float) -> Measured:
+    device = (
+        f"sim:memory=4GiB,link={round(link)},speed={SPEEDS[clock]},clock={clock},"
+        f"core_bandwidth={round(args.core_bandwidth * 1e9)},"
+        f"core_flops={round(args.core_flops * 1e9)}"
+    )
+    engine = Engine(
+        EngineConfig(
+            model=ModelConfig(str(args.model), max_model_len=512, dtype="float32"),
+            cache=CacheConfig(kv_cache_bytes=64 << 20),
+            scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
+            device=DeviceConfig(device),
+            offload=offload,
+            cpu_threads=1,
+        )
+    )
+    try:
+        return _steps(engine, args.steps)
+    finally:
+        engine.close()
+
+
+def _steps(engine: Engine, count: int) -> Measured:
+    accelerator: Any = engine.lane.hands.accelerator
+    clock = accelerator.clock
+    params = SamplingParams(temperature=0.0, max_tokens=count + 6, ignore_eos=True)
+    engine.add_request(EngineRequest("r", list(range(5, 21)), params, 0.0))
+    steps = []
+    while engine.has_work:
+        began, first, late = clock.host_s, len(clock.timeline), clock.num_late
+        engine.step()
+        spans = [clock.timeline[i] for i in range(first, len(clock.timeline))]
+        steps.append((clock.host_s - began, spans, clock.num_late - late))
+    # The first make and capture what is made once; the last one has nothing to fetch for.
+    steps = steps[4:-1]
+    good = [step for step in steps if not step[2]] or steps
+    busy: dict[str, float] = {}
+    num_bytes: dict[str, int] = {}
+    for _, spans, _ in good:
+        for span in spans:
+            busy[span.stream] = busy.get(span.stream, 0.0) + span.end_s - span.start_s
+            num_bytes[span.stream] = num_bytes.get(span.stream, 0) + span.num_bytes
+    size = len(good)
+    return Measured(
+        statistics.fmean(step[0] for step in good),
+        {name: total / size for name, total in busy.items()},
+        {name: total // size for name, total in num_bytes.items()},
+        len(steps),
+        sum(1 for step in steps if step[2]),
+        good[len(good) // 2][1],
+    )
+
+
+def balanced_link(args: argparse.Namespace, clock: str, offload: OffloadConfig) -> float:
+    """Bytes a second at which copies take as long as the accelerator's own work."""
+    link = 8e9 * SPEEDS[clock]
+    for _ in range(2):
+        found = measure(args, "virtual" if clock == "virtual" else clock, offload, link)
+        copied = found.num_bytes.get("copy_in", 0)
+        if not copied:
+            return link
+        link = copied / found.busy_s["compute"]
+    return link
+
+
+def draw(spans: list[Span], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = ["compute", "host", "copy_in", "copy_in_small", "copy_out"]
+    shown = [name for name in names if any(span.stream == name for span in spans)]
+    start = min(span.start_s for span in spans)
+    figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.6 * len(shown)))
+    colours = {"linear": "#4c72b0", "gated_linear": "#55a868", "attention": "#c44e52"}
+    for row, name in enumerate(shown):
+        for span in spans:
+            if span.stream == name:
+                axes.broken_barh(
+                    [((span.start_s - start) * 1e3, (span.end_s - span.start_s) * 1e3)],
+                    (row - 0.4, 0.8),
+                    facecolors=colours.get(span.name, "#dd8452" if "copy" in name else "#8c8c8c"),
+                    edgecolor="white",
+                    linewidth=0.2,
+                )
+    axes.set_yticks(range(len(shown)), shown)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--clock", nargs="+", choices=list(SPEEDS), default=["virtual"])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--core-bandwidth", type=float, default=16.0, help="GB/s of one core")
+    parser.add_argument("--core-flops", type=float, default=80.0, help="GFLOP/s of one core")
+    parser.add_argument("--timeline", type=Path, help="PNG of a streamed step")
+    parser.add_argument("--record", action="store_true", help="append to RESULTS.md")
+    args = parser.parse_args()
+    lines = [
+        f"### Overlap on the simulated accelerator: {args.model.name}, float32, one request",
+        "",
+        "| clock | weights | step ms | accelerator | host | copies | step / bound | limit | late |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    is_good = True
+    for clock in args.clock:
+        for case in CASES:
+            link = balanced_link(args, clock, case.offload)
+            found = measure(args, clock, case.offload, link)
+            parts = [found.busy_s.get(name, 0.0) for name in case.streams]
+            bound = sum(parts) if case.is_sum else max(parts)
+            ratio = found.step_s / bound
+            is_good = is_good and ratio <= case.limit
+            cells = [f"{found.busy_s.get(n, 0) * 1e3:.1f}" for n in ("compute", "host", "copy_in")]
+            lines.append(
+                f"| {clock} | {case.name} | {found.step_s * 1e3:.1f} | {' | '.join(cells)} | "
+                f"{ratio:.3f} ({'sum' if case.is_sum else 'longest'}) | {case.limit} | "
+                f"{found.num_late} of {found.num_steps} |"
+            )
+            print(lines[-1], flush=True)
+            if args.timeline is not None and case.name == "streamed" and clock == args.clock[-1]:
+                draw(
+                    found.spans, args.timeline, f"One decode step, weights streamed ({clock} clock)"
+                )
+    print("\n".join(lines))
+    if args.record:
+        with (HERE / "RESULTS.md").open("a") as file:
+            file.write("\n" + "\n".join(lines) + "\n")
+    sys.exit(0 if is_good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,644 @@
+"""Kernels over two memories: each product runs where its weight lies.
+
+A weight's rows (output features) may be resident on the accelerator, copied to it ahead of use, or
+multiplied with on the host; the parts of one product run at the same time. Results of the host
+stay there until something on the accelerator needs them, so that between the two matrices of an MLP
+on the host nothing crosses the link. Every kernel treats a row of a weight alone, so the tokens are
+the same wherever it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ambidex.device.queued import QueuedKernels, num_bytes
+from ambidex.weights.streamer import Ranges, StagedRows, Streamer, staged_bytes
+
+if TYPE_CHECKING:
+    from ambidex.device.base import Accelerator, Event
+    from ambidex.kernels.metadata import AttentionMetadata
+    from ambidex.kernels.quantized import Quantized
+    from ambidex.kernels.table import Weight
+    from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
+
+#: Rows are cut at multiples of this.
+ROW_UNIT = 64
+#: What any weight can be cut at multiples of; see ``kernels.table.Weight``.
+_PANEL_ROWS = 16
+
+
+class HostTable(Protocol):
+    """What packing on the host's side needs of its kernel table."""
+
+    def temporary_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Weights packed within lie in memory that is freed with them."""
+
+    def stack(self, parts: list[Any]) -> Any:
+        """Packed matrices, one below the other, as one."""
+
+    def keep(self, pieces: list[Tensor]) -> Tensor:
+        """Copy bytes, one piece behind the other, into the memory of weights that stay."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacedWeight:
+    """A matrix whose rows lie in two memories: the first ones on the accelerator.
+
+    ``is_paired``: gate above up, of which row i of both is one output; rows are then counted in one
+    of them. ``streamed_rows(n)``: how many of the host's rows are copied to the accelerator for a
+    product with n rows; the others are computed on the host.
+    """
+
+    shape: tuple[int, int]
+    is_paired: bool
+    resident: Any
+    host: Any
+    streamed_rows: Callable[[int], int]
+    #: Rows that are copied at a time; None: all. A head is larger than a layer, and would have the
+    #: ring to itself.
+    piece_rows: int | None = None
+    _staged: dict[tuple[int, int], StagedRows] = field(default_factory=dict)
+
+    @property
+    def halves(self) -> int:
+        return 2 if self.is_paired else 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] // self.halves
+
+    @property
+    def num_resident(self) -> int:
+        return 0 if self.resident is None else int(self.resident.shape[0]) // self.halves
+
+    @property
+    def num_host(self) -> int:
+        return self.num_rows - self.num_resident
+
+    @property
+    def num_bytes(self) -> int:
+        return self.device_bytes + self.host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self.resident is None else int(self.resident.num_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.host is None else int(self.host.num_bytes)
+
+    def staged(self, count: int, start: int = 0) -> StagedRows:
+        """Rows ``start`` to ``count`` of the host's, as they are copied."""
+        key = (start, count)
+        if key not in self._staged:
+            ranges = self.host_ranges(start, count)
+            self._staged[key] = StagedRows(self.host, ranges, staged_bytes(self.host, ranges))
+        return self._staged[key]
+
+    def pieces(self, count: int) -> list[tuple[int, int]]:
+        """The first ``count`` of the host's rows, cut into what is copied at a time."""
+        step = self.piece_rows or max(count, 1)
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def host_ranges(self, start: int, end: int) -> Ranges:
+        """Rows ``start`` to ``end`` of the host's part, in both halves."""
+        return row_ranges(start, end, self.num_host, self.is_paired)
+
+    def on_host(self, start: int, stack: Callable[[list[Any]], Any]) -> Any:
+        """The host's part from row ``start`` on, in its own memory; ``stack`` lays weights one
+        below the other."""
+        if start == 0:
+            return self.host
+        if not self.is_paired:
+            return self.host.rows(start, self.num_host)
+        ranges = self.host_ranges(start, self.num_host)
+        return stack([self.host.rows(*rows) for rows in ranges])
+
+
+def row_ranges(start: int, end: int, num_rows: int, is_paired: bool) -> Ranges:
+    """Rows ``start`` to ``end`` of a matrix, or of both halves of one of ``2 * num_rows`` rows."""
+    if not is_paired:
+        return ((start, end),)
+    if (start, end) == (0, num_rows):
+        return ((0, 2 * num_rows),)
+    return ((start, end), (num_rows + start, num_rows + end))
+
+
+class Place(Protocol):
+    """See ``layers.module.Place``."""
+
+    @property
+    def resident_rows(self) -> int: ...
+
+    @property
+    def streamed_rows(self) -> Callable[[int], int]: ...
+
+
+class _Uncut:
+    """The place of a matrix that cannot be cut: all of it where most of it would be."""
+
+    def __init__(self, place: Place, num_rows: int) -> None:
+        self._place = place
+        self._num_rows = num_rows
+        self.resident_rows = num_rows if place.resident_rows >= num_rows else 0
+
+    def streamed_rows(self, num_tokens: int) -> int:
+        on_host = self._num_rows - self._place.resident_rows
+        return self._num_rows if 2 * self._place.streamed_rows(num_tokens) > on_host else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A weight in the order of execution. ``group``: the layer that it belongs to; ``is_head``: it
+    has a row only for tokens whose logits are wanted."""
+
+    weight: PlacedWeight
+    group: str
+    is_head: bool
+
+
+def ring_bytes(order: Sequence[Ordered], num_groups: int, max_rows: int) -> int:
+    """Bytes of the ring for ``num_groups`` layers (at least the largest weight), for steps of up to
+    ``max_rows`` tokens; 0 where nothing is streamed."""
+    groups: dict[str, int] = {}
+    for item in order:
+        weight = item.weight
+        count = max(weight.streamed_rows(rows) for rows in _row_counts(max_rows))
+        if count:
+            size = weight.staged(count).num_bytes
+            groups[item.group] = groups.get(item.group, 0) + size
+    return num_groups * max(groups.values(), default=0)
+
+
+def _row_counts(max_rows: int) -> list[int]:
+    """Numbers of rows at which a table by tokens may change: powers of two, and the largest."""
+    counts = [1]
+    while counts[-1] * 2 < max_rows:
+        counts.append(counts[-1] * 2)
+    return [*counts, max_rows]
+
+
+class PlacedKernels:
+    """The kernel table of a lane whose accelerator works together with the host.
+
+    ``host``: the host's table, on a stream of its own.
+    """
+
+    can_record = False
+
+    def __init__(self, device: Accelerator, host: QueuedKernels, inner: HostTable) -> None:
+        self._device = device
+        self._kernels = cast("QueuedKernels", device.kernels)
+        self._host = host
+        self._inner = inner
+        self.name = device.name
+        self.description = f"{device.kernels.description}, and the host's {host.inner.description}"
+        self.row_pad = device.kernels.row_pad
+        self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
+        self._streamer: Streamer | None = None
+        self._experts: ExpertSlots | None = None
+        #: Weights with rows on the host, in the order of execution.
+        self._order: list[Ordered] = []
+        #: Host tensors that do not change, on the device, and the other way round; by address.
+        self._copies: dict[tuple[int, int, int, bool], Tensor] = {}
+        #: Bytes of activations that crossed the link; rows of weights by where they were
+        #: multiplied with.
+        self.num_activation_bytes = 0
+        self.num_rows = {"resident": 0, "streamed": 0, "host": 0}
+
+    @property
+    def host(self) -> QueuedKernels:
+        """The host's table, on its stream."""
+        return self._host
+
+    @property
+    def streamer(self) -> Streamer | None:
+        """None where nothing is streamed."""
+        return self._streamer
+
+    @property
+    def experts(self) -> ExpertSlots | None:
+        """None where no experts of the host are cached."""
+        return self._experts
+
+    # ---------------------------------------------------------------- weights
+
+    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
+        return self.place([weight], precise, None)
+
+    def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        return self._kernels.packed_bytes(shape, dtype)
+
+    def pack_table(self, weight: Tensor | Quantized) -> Weight:
+        return self.place([weight], True, None)
+
+    def pack_head(self, table: Weight) -> Weight:
+        return table
+
+    def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        return 0
+
+    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
+        return self.place(parts, precise, None)
+
+    def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
+        return self._host.inner.unpack_gguf(name, type_name, rows, columns)
+
+    def place(
+        self,
+        parts: Sequence[Tensor | Quantized],
+        precise: bool,
+        place: Place | None,
+        is_paired: bool = False,
+    ) -> Any:
+        """Pack a matrix and put its rows where ``place`` says; None: all on the accelerator.
+
+        Beside what is held in the end it takes the host's memory for this one matrix.
+        """
+        with self._inner.temporary_weights():
+            whole = self._host.inner.pack_parts(parts, precise)
+            num_rows = whole.shape[0] // (2 if is_paired else 1)
+            if place is not None and is_paired and num_rows % _PANEL_ROWS:
+                # The second half does not begin where a weight can be cut.
+                place = _Uncut(place, num_rows)
+            count = num_rows if place is None else min(place.resident_rows, num_rows)
+            resident = host = None
+            if count:
+                ranges = row_ranges(0, count, num_rows, is_paired)
+                resident = whole.gather(ranges, self._store)
+            if count < num_rows:
+                host = whole.gather(
+                    row_ranges(count, num_rows, num_rows, is_paired), self._inner.keep
+                )
+            shape = whole.shape
+            del whole
+        if host is None:
+            return resident
+        assert place is not None
+        return PlacedWeight(shape, is_paired, resident, host, place.streamed_rows)
+
+    def _store(self, pieces: list[Tensor]) -> Tensor:
+        stored = self._device.empty((num_bytes(pieces),), torch.uint8, "weights")
+        end = 0
+        for piece in pieces:
+            self._device.write(stored[end : end + piece.numel()], piece)
+            end += piece.numel()
+        return stored
+
+    def set_order(self, order: Sequence[Ordered], streamer: Streamer | None) -> None:
+        """Weights with rows on the host, in the order of execution."""
+        layers = [item for item in order if not item.is_head]
+        largest = ring_bytes(layers, 1, 1) if streamer is not None else 0
+        for item in order:
+            weight = item.weight
+            row_bytes = weight.host_bytes / max(weight.num_host, 1)
+            if item.is_head and 0 < largest < weight.host_bytes:
+                units = max(int(largest / row_bytes / ROW_UNIT), 1)
+                weight.piece_rows = units * ROW_UNIT
+        self._order = list(order)
+        self._streamer = streamer
+
+    def set_experts(self, experts: ExpertSlots | None) -> None:
+        """The accelerator's cache of the host's experts; None: the host computes all of them."""
+        self._experts = experts
+
+    def begin_step(self, num_tokens: int, num_logits: int) -> None:
+        """Tell how many rows the step's products have."""
+        if self._experts is not None:
+            self._experts.begin_step()
+        if self._streamer is None:
+            return
+        order = []
+        for item in self._order:
+            rows = num_logits if item.is_head else num_tokens
+            count = item.weight.streamed_rows(rows) if rows else 0
+            if count:
+                pieces = item.weight.pieces(count)
+                order += [item.weight.staged(end, start) for start, end in pieces]
+        self._streamer.begin_step(order)
+
+    def counts(self) -> dict[str, int]:
+        """What has been launched so far, by name."""
+        counts = {f"rows_{place}": count for place, count in self.num_rows.items()}
+        counts["activation_bytes"] = self.num_activation_bytes
+        if self._streamer is not None:
+            counts |= self._streamer.counts()
+        if self._experts is not None:
+            counts |= self._experts.counts()
+        return counts
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        for place in self.num_rows:
+            self.num_rows[place] += counts[f"rows_{place}"]
+        self.num_activation_bytes += counts["activation_bytes"]
+        if self._streamer is not None:
+            self._streamer.add_counts(counts)
+
+    def arrivals(self) -> dict[StagedRows, Event]:
+        """See ``Streamer.arrivals``."""
+        return {} if self._streamer is None else self._streamer.arrivals()
+
+    def set_arrivals(self, events: Mapping[StagedRows, Event]) -> None:
+        """See ``Streamer.set_arrivals``."""
+        if self._streamer is not None:
+            self._streamer.set_arrivals(events)
+
+    def end_step(self) -> None:
+        """Tell that all of the step has been launched."""
+        if self._streamer is not None:
+            self._streamer.end_step()
+
+    def close(self) -> None:
+        """End the host's stream, and let go of what lies on the device."""
+        self._host.stream.close()
+        self._copies.clear()
+        self._order.clear()
+        self._streamer = self._experts = None
+
+    # ---------------------------------------------------------------- crossing the link
+
+    def put(self, x: Tensor) -> Tensor:
+        """``x``, of the host, on the accelerator."""
+        return self._to_device(x)
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """``x`` in the host's memory, computed."""
+        if self._device.owns(x) and x.numel():
+            self.num_activation_bytes += num_bytes([x])
+            return self._device.to_host(x)
+        self._host.stream.record().wait()
+        return x
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        if self._device.owns(x):
+            return x
+        device = self._device
+        made = device.empty(tuple(x.shape), x.dtype)
+        # The memory may be in use by kernels that were launched before it was free.
+        device.copy_in_small.wait(device.compute.record())
+        device.copy_in_small.wait(self._host.stream.record())
+        device.compute.wait(device.copy(made, x, "activations", is_small=True))
+        self.num_activation_bytes += num_bytes([x])
+        return made
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        if not self._device.owns(x):
+            return x
+        device = self._device
+        made = torch.empty(tuple(x.shape), dtype=x.dtype)
+        device.copy_out.wait(device.compute.record())
+        self._host.stream.wait(device.copy(made, x, "activations"))
+        self.num_activation_bytes += num_bytes([x])
+        return made
+
+    def _constant(self, x: Tensor, ranges: Ranges, on_host: bool) -> Tensor:
+        """Rows of a vector that never changes (a bias), where they are needed; copied once."""
+        count = sum(end - start for start, end in ranges)
+        if self._device.owns(x) != on_host:
+            if count == len(x):
+                return x
+            if len(ranges) == 1:
+                return x[slice(*ranges[0])]
+        key = (x.data_ptr(), ranges[0][0], count, on_host)
+        if key not in self._copies:
+            plain = self._device.to_host(x) if self._device.owns(x) else x
+            rows = torch.cat([plain[start:end] for start, end in ranges])
+            if not on_host:
+                size = num_bytes([rows])
+                self._device.ledger.reserve("weights", "parts of a bias", size)
+                rows = self._device.store(rows)
+            self._copies[key] = rows
+        return self._copies[key]
+
+    # ---------------------------------------------------------------- products
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(weight, PlacedWeight):
+            x, residual = self._to_device(x), self._optional(residual)
+            self.num_rows["resident"] += weight.shape[0]
+            return self._kernels.linear(x, weight, bias, residual)
+        return self._product(
+            x,
+            weight,
+            bias,
+            residual,
+            lambda table, x, part, bias, residual: table.linear(x, part, bias, residual),
+        )
+
+    def gated_linear(
+        self, x: Tensor, weight: Any, activation: str, bias: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(weight, PlacedWeight):
+            self.num_rows["resident"] += weight.shape[0]
+            return self._kernels.gated_linear(self._to_device(x), weight, activation, bias)
+        return self._product(
+            x,
+            weight,
+            bias,
+            None,
+            lambda table, x, part, bias, _: table.gated_linear(x, part, activation, bias),
+        )
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: PlacedWeight,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        multiply: Callable[[QueuedKernels, Tensor, Any, Tensor | None, Tensor | None], Tensor],
+    ) -> Tensor:
+        """Each part of ``weight`` where its rows are, the host's first, so that it begins early;
+        then side by side on the accelerator, unless all of it is the host's."""
+        resident, total = weight.num_resident, weight.num_rows
+        streamed = weight.streamed_rows(len(x)) if len(x) else 0
+        computed = weight.num_host - streamed
+        self.num_rows["resident"] += resident * weight.halves
+        self.num_rows["streamed"] += streamed * weight.halves
+        self.num_rows["host"] += computed * weight.halves
+
+        def part_of_bias(start: int, end: int, on_host: bool) -> Tensor | None:
+            if bias is None:
+                return None
+            return self._constant(bias, row_ranges(start, end, total, weight.is_paired), on_host)
+
+        of_host = None
+        if computed:
+            part = weight.on_host(streamed, self._inner.stack)
+            of_host = multiply(
+                self._host,
+                self._to_host(x),
+                part,
+                part_of_bias(resident + streamed, total, True),
+                None,
+            )
+            if not resident and not streamed:
+                return of_host if residual is None else self.add(of_host, residual)
+        x = self._to_device(x)
+        # Where one part is all of it, it adds the residual itself.
+        num_parts = bool(resident) + bool(computed) + len(weight.pieces(streamed))
+        alone = residual if num_parts == 1 else None
+        alone = self._optional(alone)
+        parts = []
+        if resident:
+            bias_part = part_of_bias(0, resident, False)
+            parts.append(multiply(self._kernels, x, weight.resident, bias_part, alone))
+        if streamed:
+            assert self._streamer is not None, "nothing was said of streaming"
+            for start, end in weight.pieces(streamed):
+                bias_part = part_of_bias(resident + start, resident + end, False)
+                with self._streamer.use(weight.staged(end, start)) as staged:
+                    parts.append(multiply(self._kernels, x, staged, bias_part, alone))
+        if of_host is not None:
+            parts.append(self._to_device(of_host))
+        out = parts[0] if len(parts) == 1 else self._kernels.join(parts)
+        if residual is None or alone is not None:
+            return out
+        return self._kernels.add(out, self._to_device(residual))
+
+    def embedding(self, token_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
+        """A table that is not on the accelerator is looked up on the host."""
+        if not isinstance(weight, PlacedWeight):
+            return self._kernels.embedding(self._to_device(token_ids), weight, scale)
+        assert weight.resident is None, "a table is not cut"
+        self.num_rows["host"] += len(token_ids)
+        return self._host.embedding(self._to_host(token_ids), weight.host, scale)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: Sequence[Any],
+        down: Sequence[Any],
+        weights: Tensor,
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """Experts lie together: on the accelerator, or all of a layer on the host; of those the
+        accelerator computes the ones that are in its cache, where that pays."""
+        on_host = [isinstance(weight, PlacedWeight) for weight in (*gate_up, *down)]
+        if not any(on_host):
+            x, weights, experts = map(self._to_device, (x, weights, experts))
+            return self._kernels.moe(x, gate_up, down, weights, experts, activation)
+        assert all(on_host), "a layer's experts lie in one memory"
+        if self._experts is not None:
+            layer = self._experts.find(gate_up, *experts.shape)
+            if layer is not None:
+                return self._shared_moe(x, layer, weights, experts, activation)
+            self._experts.note_use(gate_up, experts.numel())
+        self.num_rows["host"] += experts.numel()
+        return self._host.moe(
+            self._to_host(x),
+            [weight.host for weight in gate_up],
+            [weight.host for weight in down],
+            self._to_host(weights),
+            self._to_host(experts),
+            activation,
+        )
+
+    def _shared_moe(
+        self, x: Tensor, layer: SharedExperts, weights: Tensor, experts: Tensor, activation: str
+    ) -> Tensor:
+        """Each expert where it lies, at the same time; their sum on the accelerator."""
+        assert self._experts is not None
+        chosen = self._to_host(experts)
+        self._experts.note_use(layer.experts.key, chosen.numel(), chosen)
+        # The host's first, so that it begins early.
+        of_host = self._host.expert_outputs(
+            self._to_host(x), layer.host_gate_up, layer.host_down, chosen, activation
+        )
+        x, weights, experts = map(self._to_device, (x, weights, experts))
+        of_device = self._kernels.expert_outputs(
+            x, layer.device_gate_up, layer.device_down, experts, activation
+        )
+        return self._kernels.combine_experts(
+            [of_device, self._to_device(of_host)], weights, experts
+        )
+
+    # ---------------------------------------------------------------- the rest: on the accelerator
+
+    def _optional(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self._to_device(x)
+
+    def position_rows(self, table: Tensor, positions: Tensor) -> Tensor:
+        return self._kernels.position_rows(table, self._to_device(positions))
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return self._kernels.rms_norm(
+            self._to_device(x), weight, eps, offset, self._optional(residual)
+        )
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self._kernels.layer_norm(self._to_device(x), weight, bias, eps)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._kernels.add(self._to_device(x), self._to_device(y))
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """Between two matrices of the host: on the host."""
+        if self._device.owns(x):
+            return self._kernels.activate(x, activation)
+        return self._host.activate(x, activation)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if self._device.owns(x):
+            return self._kernels.softcap(x, cap)
+        return self._host.softcap(x, cap)
+
+    def take_logit_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return self._kernels.take_logit_rows(self._to_device(x), rows)
+
+    def rope(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        query, key = self._to_device(query), self._to_device(key)
+        return self._kernels.rope(query, key, cos, sin, self._to_device(positions))
+
+    def kv_layout(
+        self, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return self._kernels.kv_layout(num_kv_heads, num_slots, head_dim, dtype)
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], metadata: AttentionMetadata
+    ) -> None:
+        self._kernels.write_kv(self._to_device(key), self._to_device(value), cache, metadata)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        return self._kernels.attention(self._to_device(query), cache, metadata, scale, softcap)
+
+    def route_experts(
+        self, router_logits: Tensor, top_k: int, *, normalise: bool, softmax_first: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.route_experts(
+            self._to_device(router_logits),
+            top_k,
+            normalise=normalise,
+            softmax_first=softmax_first,
+        )
