@@ -21,6 +21,7 @@ from ambidex.config import (
     SchedulerConfig,
 )
 from ambidex.device.sim import SimDevice
+from ambidex.device.stream import Span
 from ambidex.engine.engine import Engine
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
 from ambidex.request import EngineRequest, SamplingParams
@@ -47,8 +48,9 @@ Trace = list[tuple[int, float, tuple[tuple[int, float], ...]]]
 class Step:
     """What one step of the engine counted."""
 
-    #: On the accelerator's clock.
+    #: On the accelerator's clock: what it took, and when it was over.
     seconds: float
+    end_s: float
     #: Rows of products with layers, and with the head.
     rows: tuple[int, int]
     counts: dict[str, int]
@@ -76,9 +78,19 @@ class Ran:
     #: Bytes of a step's streamed weights by its rows.
     plan: Callable[[tuple[int, int]], int] = lambda rows: 0
     host_bytes: int = 0
+    timeline: list[Span] = field(default_factory=list)
     #: The most that the accelerator's accounts took at a time.
     device_bytes: int = 0
     activation_bytes: int = 0
+
+    def busy(self, steps: Sequence[Step]) -> dict[str, float]:
+        """Seconds a step for which each stream worked, in ``steps``, one after the other."""
+        first, last = steps[0].end_s - steps[0].seconds, steps[-1].end_s
+        busy: dict[str, float] = {}
+        for span in self.timeline:
+            part = min(span.end_s, last) - max(span.start_s, first)
+            busy[span.stream] = busy.get(span.stream, 0.0) + max(part, 0.0) / len(steps)
+        return busy
 
     def steady(self, num_tokens: int | None = None) -> list[Step]:
         """Steps that came after a like one; with ``num_tokens``, of as many requests' tokens."""
@@ -166,8 +178,8 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int, firs
                 ran.traces[index].append((token, entry.logprob, tuple(entry.top)))
         after = placed.counts() if placed else {}
         counts = {name: after[name] - before[name] for name in after}
-        step_s = clock.host_s - began_s if clock else 0.0
-        ran.steps.append(Step(step_s, rows[0], counts))
+        end_s = clock.host_s if clock else 0.0
+        ran.steps.append(Step(end_s - began_s, end_s, rows[0], counts))
     if placed is not None:
         placed.begin_step = begin_step  # type: ignore[method-assign]
         count_up(ran, engine, placed)
@@ -188,6 +200,8 @@ def count_up(ran: Ran, engine: Engine, placed: PlacedKernels) -> None:
     weights = streamed_weights(runner.model)
     ran.plan = lambda rows: sum(planned_bytes(w, rows[is_head]) for w, is_head in weights)
     ran.host_bytes = sum(placed_bytes(p) for _, p in runner.model.named_parameters())
+    engine.lane.device.synchronize()
+    ran.timeline = list(memory.clock.timeline) if memory else []
     # A third party's device need not count these.
     for name, account in (("device_bytes", "weights"), ("activation_bytes", "activations")):
         setattr(ran, name, memory.peak_bytes(account) if memory else 0)
