@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -569,6 +572,32 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
             use()
     with LLM(str(folder), **options) as second:
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_to_load_for_itself(folder: Path) -> None:
+    code = f"""
+import os, signal
+from ambidex import LLM
+from ambidex.errors import EngineDeadError
+llm = LLM({str(folder)!r}, cpu_threads=2, kv_cache_memory_bytes="1MiB")
+llm._lock.acquire()  # as a thread that generates may have it during the fork
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        llm.generate("hello")
+    except EngineDeadError as error:
+        assert "Load the model in the child" in str(error), error
+        os._exit(0)
+    os._exit(1)
+status = os.waitpid(child, 0)[1]
+assert status == 0, status
+llm._lock.release()
+llm.generate("hello")
+llm.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -218,6 +218,8 @@ class LLM:
 
     def _outputs_of(self, prepared: Sequence[_Prepared]) -> Iterator[RequestOutput]:
         """Run these to their end. What a step gives for others is kept for whoever runs them."""
+        # Before the lock, which a thread of the parent may have held during the fork.
+        self.engine.check_process()
         running = {submission.request_id: requests for submission, requests in prepared}
         mine: deque[RequestOutput] = deque()
         try:
