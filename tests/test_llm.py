@@ -574,6 +574,22 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
 
 
+def test_closing_while_others_generate_and_close(folder: Path) -> None:
+    llm = LLM(str(folder), cpu_threads=2, kv_cache_memory_bytes="1MiB")
+    prompts = ["hello"] * 8
+    many = replace(GREEDY, max_tokens=200)
+    with ThreadPoolExecutor(6) as pool:
+        generating = [pool.submit(llm.generate, prompts, many) for _ in range(2)]
+        while not llm.engine.times.num_steps:
+            time.sleep(0.001)
+        closing = [pool.submit(llm.close) for _ in range(4)]
+        for future in closing:
+            future.result(timeout=60)
+        for future in generating:
+            with pytest.raises(EngineDeadError, match="closed"):
+                future.result(timeout=60)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_to_load_for_itself(folder: Path) -> None:
     code = f"""
