@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +27,14 @@ from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
 from ambidex.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe
-from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
+from ambidex.errors import (
+    EngineDeadError,
+    InvalidModelError,
+    OptionError,
+    OutOfMemory,
+    RequestError,
+)
+from ambidex.kernels.cpu.library import load
 from ambidex.memory.nodes import MemoryNode
 from ambidex.weights.hub import ResolvedModel
 
@@ -574,6 +582,24 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
 
 
+@pytest.mark.parametrize("starter", ["native", "python"])
+def test_threads_that_cannot_be_had(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, starter: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            "Resource temporarily unavailable" if starter == "native" else "can't start new thread"
+        )
+
+    if starter == "native":
+        library = SimpleNamespace(Context=refuse, supported_levels=load().supported_levels)
+        monkeypatch.setattr("ambidex.kernels.cpu.base.load", lambda: library)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OutOfMemory, match="refused to start"):
+        LLM(str(folder), cpu_threads=2, kv_cache_memory_bytes="1MiB")
+
+
 def test_closing_while_others_generate_and_close(folder: Path) -> None:
     llm = LLM(str(folder), cpu_threads=2, kv_cache_memory_bytes="1MiB")
     prompts = ["hello"] * 8
@@ -583,11 +609,11 @@ def test_closing_while_others_generate_and_close(folder: Path) -> None:
         while not llm.engine.times.num_steps:
             time.sleep(0.001)
         closing = [pool.submit(llm.close) for _ in range(4)]
-        for future in closing:
-            future.result(timeout=60)
-        for future in generating:
+        for closed in closing:
+            closed.result(timeout=60)
+        for generated in generating:
             with pytest.raises(EngineDeadError, match="closed"):
-                future.result(timeout=60)
+                generated.result(timeout=60)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
