@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,7 +27,14 @@ from ambidex import LLM, CompletionOutput, RequestOutput, SamplingParams
 from ambidex.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe
-from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
+from ambidex.errors import (
+    EngineDeadError,
+    InvalidModelError,
+    OptionError,
+    OutOfMemory,
+    RequestError,
+)
+from ambidex.kernels.cpu.library import load
 from ambidex.memory.nodes import MemoryNode
 from ambidex.weights.hub import ResolvedModel
 
@@ -569,6 +580,66 @@ def test_the_context_manager_frees_everything(folder: Path, quantization: str | 
             use()
     with LLM(str(folder), **options) as second:
         assert ids_of(second.generate("hello", GREEDY)[0]) == expected
+
+
+@pytest.mark.parametrize("starter", ["native", "python"])
+def test_threads_that_cannot_be_had(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, starter: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            "Resource temporarily unavailable" if starter == "native" else "can't start new thread"
+        )
+
+    if starter == "native":
+        library = SimpleNamespace(Context=refuse, supported_levels=load().supported_levels)
+        monkeypatch.setattr("ambidex.kernels.cpu.base.load", lambda: library)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OutOfMemory, match="refused to start"):
+        LLM(str(folder), cpu_threads=2, kv_cache_memory_bytes="1MiB")
+
+
+def test_closing_while_others_generate_and_close(folder: Path) -> None:
+    llm = LLM(str(folder), cpu_threads=2, kv_cache_memory_bytes="1MiB")
+    prompts = ["hello"] * 8
+    many = replace(GREEDY, max_tokens=200)
+    with ThreadPoolExecutor(6) as pool:
+        generating = [pool.submit(llm.generate, prompts, many) for _ in range(2)]
+        while not llm.engine.times.num_steps:
+            time.sleep(0.001)
+        closing = [pool.submit(llm.close) for _ in range(4)]
+        for closed in closing:
+            closed.result(timeout=60)
+        for generated in generating:
+            with pytest.raises(EngineDeadError, match="closed"):
+                generated.result(timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_to_load_for_itself(folder: Path) -> None:
+    code = f"""
+import os, signal
+from ambidex import LLM
+from ambidex.errors import EngineDeadError
+llm = LLM({str(folder)!r}, cpu_threads=2, kv_cache_memory_bytes="1MiB")
+llm._lock.acquire()  # as a thread that generates may have it during the fork
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        llm.generate("hello")
+    except EngineDeadError as error:
+        assert "Load the model in the child" in str(error), error
+        os._exit(0)
+    os._exit(1)
+status = os.waitpid(child, 0)[1]
+assert status == 0, status
+llm._lock.release()
+llm.generate("hello")
+llm.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -7,6 +7,7 @@ with LLM(model="smollm2-135m-instruct") as llm:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -55,6 +56,10 @@ class LLM:
             resolved = resolve_keywords({"model": model, **options}, os.environ)
             config = resolved.engine_config()
             self.notes += resolved.notes
+        #: Held by whoever steps the engine.
+        self._lock = threading.RLock()
+        #: Held only while ``_engine`` is taken away.
+        self._closing = threading.Lock()
         self._engine: Engine | None = Engine(config)
         try:
             self.info = self._engine.info()
@@ -65,7 +70,6 @@ class LLM:
         self.notes += [*self.info.notes, *self._frontend.notes]
         for note in self.notes if is_resolved_here else ():
             logger.warning(note)
-        self._lock = threading.RLock()
         self._ids = itertools.count()
         #: What the engine produced for each request that runs, until its caller takes it.
         self._outputs: dict[str, deque[RequestOutput]] = {}
@@ -73,9 +77,10 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The engine, for its counters; raises EngineDeadError after :meth:`close`."""
-        if self._engine is None:
+        engine = self._engine
+        if engine is None:
             raise EngineDeadError("This LLM was closed. Make a new one.")
-        return self._engine
+        return engine
 
     def __enter__(self) -> LLM:
         return self
@@ -84,10 +89,16 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the lanes' threads and free weights and KV cache; harmless when called again."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """End the lanes' threads and free weights and KV cache; harmless when called again, or by
+        several threads. Where another thread is generating, it gets EngineDeadError."""
+        with self._closing:
+            engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        # Nobody steps in a forked child; whoever held the lock during the fork is not there.
+        with contextlib.nullcontext() if engine.is_forked else self._lock:
+            # No step has been begun since, and the last one has ended.
+            engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: ``encode``, ``decode``, ``apply_chat_template``."""
@@ -218,6 +229,8 @@ class LLM:
 
     def _outputs_of(self, prepared: Sequence[_Prepared]) -> Iterator[RequestOutput]:
         """Run these to their end. What a step gives for others is kept for whoever runs them."""
+        # Before the lock, which a thread of the parent may have held during the fork.
+        self.engine.check_process()
         running = {submission.request_id: requests for submission, requests in prepared}
         mine: deque[RequestOutput] = deque()
         try:
@@ -243,8 +256,9 @@ class LLM:
                 for request_id, requests in running.items():
                     self._outputs.pop(request_id, None)
                     self._frontend.forget(request_id)
-                    if self._engine is not None:
-                        self._engine.abort([request.request_id for request in requests])
+                    engine = self._engine
+                    if engine is not None:
+                        engine.abort([request.request_id for request in requests])
 
     def _step(self) -> None:
         results, stopped = self._frontend.process(self.engine.step())

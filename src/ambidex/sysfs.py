@@ -24,7 +24,10 @@ def parse_cpus(text: str) -> tuple[int, ...] | None:
             return None
         if dash and not (last.isascii() and last.isdigit()):
             return None
-        low, high = int(first), int(last or first)
+        try:
+            low, high = int(first), int(last or first)
+        except ValueError:  # Python reads no number of thousands of digits.
+            return None
         # Far beyond what a kernel can be built for; a range must not fill the memory.
         if high < low or high >= 2**16:
             return None

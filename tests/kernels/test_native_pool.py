@@ -113,6 +113,27 @@ context.replay(program)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork") or SANITIZED, reason="needs fork, unwatched")
+def test_a_forked_child_with_threads_of_its_own_ends_cleanly() -> None:
+    """They get the descriptors of threads that the child does not have."""
+    code = f"""
+import os, signal, sys, threading
+from ambidex.kernels.cpu.library import load
+context = load().Context({LEVEL!r}, 2, [])
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    del context
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert status == 0, status
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_threads_take_no_signals() -> None:
     """A signal that a worker took would not end what Python's own thread waits for."""
     code = f"""

@@ -208,6 +208,14 @@ def test_binding(tmp_path: Path) -> None:
     assert made.num_threads == 8 and "9 threads were asked for" in made.notes[0]
 
 
+@pytest.mark.parametrize("bind", ["9" * 5000, "0-" + "9" * 5000, "numa:" + "9" * 5000])
+def test_a_number_that_python_does_not_read(tmp_path: Path, bind: str) -> None:
+    found = machine(tmp_path, cores=2)
+    message = refused(found, bind)
+    assert message.startswith("--cpu-bind ") and len(message) < 400
+    assert plan(found, environment={"OMP_NUM_THREADS": "9" * 5000}) == plan(found)
+
+
 def test_vllms_variable(tmp_path: Path) -> None:
     found = machine(tmp_path, cores=8)
     variable = "VLLM_CPU_OMP_THREADS_BIND"

@@ -151,3 +151,35 @@ def test_a_folder_that_cannot_be_written(
     cache.quantised("a/b.weight", make)
     assert make.count == 2
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_read(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, folder = Maker(), tmp_path / "cache"
+    get(folder, model, make)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    cache = QuantizationCache(folder, [model], "int4")
+    cache.quantised("a/b.weight", make)
+    cache.quantised("a/b.weight", make)
+    assert make.count == 3
+    (record,) = caplog.records
+    assert "cannot be read: Permission denied" in record.getMessage()
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path, model: Path) -> None:
+    make, folder = Maker(), tmp_path / "cache"
+    get(folder, model, make)
+    old = [folder / ".partial-a", one_file(folder).parent / ".partial-b"]
+    young = [path.with_name(".partial-young") for path in old]
+    for path in old + young:
+        path.write_bytes(b"part")
+    for path in old:
+        os.utime(path, (1, 1))
+    get(folder, model, make)
+    assert not any(path.exists() for path in old) and all(path.exists() for path in young)
+    assert make.count == 1

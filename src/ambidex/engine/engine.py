@@ -10,6 +10,7 @@ Only the thread that calls :meth:`Engine.step` touches the scheduler.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from ambidex.engine.messages import EngineInfo
 from ambidex.engine.progress import Progress
 from ambidex.engine.scheduler import Scheduler, SchedulerStats
 from ambidex.engine.summary import describe_engine
+from ambidex.errors import EngineDeadError
 from ambidex.kv.block_manager import BlockManager
 from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest
@@ -50,6 +52,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.lanes = ("cpu",)
+        self._process_id = os.getpid()
         self._executor = Executor(self.lanes)
         self.lane: LoadedLane = self._load()
         self.block_manager = BlockManager(
@@ -83,8 +86,22 @@ class Engine:
                 self._executor.close()
                 raise
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked child, which has none of the lanes' threads."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError in a forked child, which would wait for its threads for ever."""
+        if self.is_forked:
+            raise EngineDeadError(
+                f"The model was loaded by process {self._process_id}, and process {os.getpid()} "
+                "was forked from it without its threads. Load the model in the child."
+            )
+
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; it is answered by the outputs of later steps."""
+        self.check_process()
         self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
@@ -98,8 +115,10 @@ class Engine:
     def step(self, timeout_s: float | None = None) -> list[EngineOutput]:
         """Submit what idle lanes can do, wait for one completion, return its outputs.
 
-        Returns an empty list where there is nothing to do or ``timeout_s`` has passed.
+        Returns an empty list where there is nothing to do or ``timeout_s`` has passed. Raises
+        EngineDeadError in a forked child.
         """
+        self.check_process()
         for lane in self.lanes:
             if lane in self._in_flight:
                 continue

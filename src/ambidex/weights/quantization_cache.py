@@ -2,7 +2,7 @@
 
 One safetensors file a matrix, in a folder named after the weights' content, the format's version
 and the kind. Whatever does not verify is made again: a damaged cache is never an error, and
-neither is one that cannot be written.
+neither is one that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 #: Part of every key: raised when the files or what quantising computes change.
 FORMAT_VERSION = 1
 _CONTENTS = "contents.json"
+_PARTIAL = ".partial-"
+#: Age of a partial file whose writer must have been killed.
+_ABANDONED_S = 86400.0
 _META = "meta"
 _TENSORS = ("codes", "scale", "minimum")
 _TYPES = {"torch.uint8": "U8", "torch.float16": "F16", "torch.float32": "F32"}
@@ -43,6 +47,7 @@ class QuantizationCache:
         self.is_writable = True
         self._root = folder
         self._kind = kind
+        _sweep(folder)
         digests = self._contents([file.resolve() for file in files])
         key = json.dumps([FORMAT_VERSION, kind, digests])
         self.folder = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -62,12 +67,16 @@ class QuantizationCache:
 
     def _read(self, name: str) -> Quantized | None:
         path = self._path(name)
-        if not path.is_file():
-            return None
         try:
+            if not path.is_file():
+                return None
             return _read_file(path, name)
         except (AmbidexError, ValueError, LookupError, TypeError) as error:
             log.info("A matrix of the quantization cache is made again: %s", error)
+            return None
+        except OSError as error:
+            # As another user's folder; what cannot be read would not be found next time, either.
+            self._give_up("read", error)
             return None
 
     def _write(self, made: Quantized) -> None:
@@ -78,13 +87,20 @@ class QuantizationCache:
         try:
             write()
         except OSError as error:
-            self.is_writable = False
-            log.warning(
-                "The quantization cache %s cannot be written: %s. Nothing more is kept; set "
-                "AMBIDEX_CACHE to a folder with room that you can write to.",
-                self._root,
-                error.strerror or error,
-            )
+            self._give_up("written", error)
+
+    def _give_up(self, what: str, error: OSError) -> None:
+        """Write nothing from now on, and say so once."""
+        if not self.is_writable:
+            return
+        self.is_writable = False
+        log.warning(
+            "The quantization cache %s cannot be %s: %s. Nothing more is kept; set "
+            "AMBIDEX_CACHE to a folder with room that you can write to.",
+            self._root,
+            what,
+            error.strerror or error,
+        )
 
     def _contents(self, files: list[Path]) -> list[str]:
         """The SHA-256 of each file, remembered by path, size and time."""
@@ -120,9 +136,20 @@ class QuantizationCache:
         return digests
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote have left behind."""
+    oldest = time.time() - _ABANDONED_S
+    with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+        for pattern in (f"{_PARTIAL}*", f"*/{_PARTIAL}*"):
+            for path in folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    if path.lstat().st_mtime < oldest:
+                        path.unlink()
+
+
 def _replace(path: Path, parts: Sequence[Any]) -> None:
     """Write a file that is whole or not there, whoever else writes it."""
-    descriptor, temp = tempfile.mkstemp(prefix=".partial-", dir=path.parent)
+    descriptor, temp = tempfile.mkstemp(prefix=_PARTIAL, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             for part in parts:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ambidex.errors import KernelError
+from ambidex.errors import KernelError, OutOfMemory
 from ambidex.kernels.cpu.library import load
 from ambidex.kernels.cpu.numa import PagePlacer, Placer
 from ambidex.kernels.cpu.weight_memory import WeightMemory
@@ -25,7 +25,8 @@ class NativeBase:
     def __init__(
         self, num_threads: int, cpus: Sequence[int], level: str, nodes: Sequence[int] = ()
     ) -> None:
-        """``cpus`` and ``nodes``: where each thread is pinned, and that CPU's NUMA node."""
+        """``cpus`` and ``nodes``: where each thread is pinned, and that CPU's NUMA node.
+        Raises OutOfMemory where the system does not give the threads."""
         self._native: Any = load()
         self.level = level
         self.num_threads = num_threads
@@ -33,7 +34,13 @@ class NativeBase:
         #: Puts each part of a weight on the node of the thread that multiplies with it.
         self._placer: Placer = PagePlacer(nodes)
         self._kept_placer: Placer = self._placer
-        self._context = self._native.Context(level, num_threads, list(cpus))
+        try:
+            self._context = self._native.Context(level, num_threads, list(cpus))
+        except RuntimeError as error:  # std::system_error
+            raise OutOfMemory(
+                f"The system refused to start {num_threads} threads: {error}. Give fewer "
+                "--cpu-threads, or raise this process's limits (ulimit -u, ulimit -v)."
+            ) from None
 
     def fill_nodes(self, placer: Placer) -> None:
         """From now on ``placer`` lays packed weights on NUMA nodes, instead of beside the threads

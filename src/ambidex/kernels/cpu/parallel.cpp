@@ -195,7 +195,7 @@ ThreadGroup::ThreadGroup(int num_threads, std::vector<int> cpus)
     SignalsBlocked blocked;
     try {
         for (int id = 1; id < num_threads_; ++id) {
-            threads_.emplace_back([this, id] { thread_main(id); });
+            threads_->emplace_back([this, id] { thread_main(id); });
         }
     } catch (...) {
         end_threads();
@@ -207,13 +207,14 @@ ThreadGroup::~ThreadGroup() { end_threads(); }
 
 void ThreadGroup::end_threads() {
     if (forks_ != num_forks.load(std::memory_order_relaxed)) {
-        // The threads are the parent's; waiting for them would take for ever.
-        for (std::thread& thread : threads_) thread.detach();
+        // The threads are the parent's: waiting for them would take for ever, and even detaching
+        // them fails once a thread of this process has got the descriptor of one. Left behind.
+        (void)threads_.release();
         return;
     }
     job_ = nullptr;
     epoch_.add(1);
-    for (std::thread& thread : threads_) thread.join();
+    for (std::thread& thread : *threads_) thread.join();
 }
 
 void ThreadGroup::thread_main(int id) {

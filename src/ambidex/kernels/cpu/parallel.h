@@ -103,7 +103,9 @@ class ThreadGroup {
     const std::vector<int> cpus_;
     const uint32_t forks_;
     std::vector<std::unique_ptr<Worker>> workers_;
-    std::vector<std::thread> threads_;
+    // On the heap, so that a forked child can leave it behind.
+    std::unique_ptr<std::vector<std::thread>> threads_ =
+        std::make_unique<std::vector<std::thread>>();
     std::unique_ptr<Counter[]> taken_;  // two a worker
     Signal epoch_;                      // raised once a job; then job_ and data_ are set
     Job job_ = nullptr;                 // null: the threads end

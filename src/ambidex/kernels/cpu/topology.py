@@ -113,7 +113,8 @@ def plan_threads(
     if cpu_threads is None:
         # OpenMP writes one number a nesting level; the first counts.
         text = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        cpu_threads = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+        is_number = text.isascii() and text.isdigit() and len(text) < 10
+        cpu_threads = int(text) if is_number and int(text) > 0 else None
     bind = cpu_bind or environment.get("VLLM_CPU_OMP_THREADS_BIND", "") or "auto"
     bind = _first_rank(bind.strip().lower(), notes)
     if bind == "auto" and near_node is not None and len(found.nodes) > 1:
@@ -301,7 +302,8 @@ def _cpus_of_list(bind: str, found: Topology) -> Sequence[int]:
     cpus = parse_cpus(bind)
     if cpus is None:
         raise OptionError(
-            f"--cpu-bind must be auto, none, numa:0 or CPUs such as 0-15 or 0,2,4, not '{bind}'."
+            f"--cpu-bind must be auto, none, numa:0 or CPUs such as 0-15 or 0,2,4, not "
+            f"'{bind:.200}'."
         )
     absent = [cpu for cpu in cpus if cpu not in found.cpus]
     if absent:
@@ -317,7 +319,7 @@ def _cpus_of_nodes(bind: str, cpu_threads: int | None, found: Topology) -> Seque
     """A CPU of every core of the named nodes, and their siblings behind if threads need them."""
     numbers = parse_cpus(bind.removeprefix("numa:"))
     if numbers is None:
-        raise OptionError(f"--cpu-bind names nodes as in numa:0 or numa:0,1, not '{bind}'.")
+        raise OptionError(f"--cpu-bind names nodes as in numa:0 or numa:0,1, not '{bind:.200}'.")
     nodes = {node.number: node for node in found.nodes}
     for number in numbers:
         if number not in nodes:
