@@ -214,7 +214,7 @@ def config_from_header(header: GGUFHeader, tensors: Mapping[str, TensorInfo]) ->
     fields = _Fields(header)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
+    num_layers = _num_layers(fields, tensors)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise InvalidModelError(
@@ -272,6 +272,17 @@ def config_from_header(header: GGUFHeader, tensors: Mapping[str, TensorInfo]) ->
         extra(fields, config)
     config.update(_token_ids(header))
     return config
+
+
+def _num_layers(fields: _Fields, tensors: Mapping[str, TensorInfo]) -> int:
+    """``block_count``, which tables of a value a layer may be built of: no more than there are."""
+    num_layers = fields.integer("block_count")
+    found = {match[1] for name in tensors if (match := _IN_LAYER.fullmatch(name))}
+    if num_layers > len(found):
+        raise fields.fail(
+            "block_count", f"is {num_layers}, and the file has tensors of {len(found)} layers"
+        )
+    return num_layers
 
 
 def _moe_mixtral(fields: _Fields, config: dict[str, Any]) -> None:
