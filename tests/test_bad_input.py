@@ -180,6 +180,17 @@ def test_weights_of_another_configuration(
     assert_refused(done, "mlp.down_proj", "[64, 96]", "do not belong together")
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1, 128])
+def test_weights_of_another_configuration_in_low_bits(
+    call_command: Command, broken: Callable[..., str], kind: str, size: int
+) -> None:
+    """Sizes are planned before a tensor is read; what is planned must not be negative."""
+    folder = broken(intermediate_size=size)
+    done = call_command("run", folder, "-p", "x", "--quantization", kind)
+    assert_refused(done, "mlp.down_proj", "[64, 96]", f"[64, {size}]", "do not belong together")
+
+
 def test_a_missing_layer(call_command: Command, broken: Callable[..., str]) -> None:
     assert_refused(call_command("run", broken(num_hidden_layers=3), "-p", "x"), "layers.2", "lacks")
 

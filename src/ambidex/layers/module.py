@@ -127,8 +127,9 @@ class Parameter:
     def missing_parts(self) -> list[str]:
         return [part for part in self.parts if part not in self._filled]
 
-    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
-        """Take a checkpoint tensor; raises InvalidModelError for a wrong shape."""
+    def check(self, part: str, shape: tuple[int, ...], name: str) -> tuple[int, int]:
+        """First row and rows of a part; raises InvalidModelError where there is no such part, or
+        it has another shape than the checkpoint's tensor."""
         if part == WHOLE:
             first, rows, expected = 0, self.shape[0], self.stacked
         elif part in self.parts:
@@ -139,11 +140,16 @@ class Parameter:
                 f"Tensor {name} has no place: the configuration asks for {len(self.parts)} such "
                 "tensors. The checkpoint and its config.json do not belong together."
             )
-        if tuple(tensor.shape) != expected:
+        if shape != expected:
             raise InvalidModelError(
-                f"Tensor {name} has shape {list(tensor.shape)}; the configuration asks for "
+                f"Tensor {name} has shape {list(shape)}; the configuration asks for "
                 f"{list(expected)}. The checkpoint and its config.json do not belong together."
             )
+        return first, rows
+
+    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
+        """Take a checkpoint tensor; raises InvalidModelError as :meth:`check` does."""
+        first, rows = self.check(part, tuple(tensor.shape), name)
         self._filled.update(self.parts if part == WHOLE else (part,))
         self._take(device, part, first, rows, tensor)
 
