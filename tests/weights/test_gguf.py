@@ -332,6 +332,22 @@ def test_odd_fields(gguf_file: Maker, fields: dict[str, Any], expected: str | No
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
+def test_numbers_beyond_a_float(gguf_file: Maker, name: str) -> None:
+    wide = GGUFValueType.FLOAT64
+    _, file = gguf_file("llama", fields={f"llama.{name}": (1e300, wide)})
+    with pytest.raises(InvalidModelError, match=rf"'llama\.{name}' is 1e\+300, more than"):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize("value", [1e300, 3.4028234663852886e38, math.inf])
+def test_sampling_defaults_beyond_a_float(gguf_file: Maker, value: float) -> None:
+    """Whoever checks sampling parameters refuses them."""
+    wide = GGUFValueType.FLOAT64
+    _, file = gguf_file("llama", fields={"general.sampling.temp": (value, wide)})
+    assert open_checkpoint(file).generation_config["temperature"] == value
+
+
 def test_token_ids_and_sampling_defaults(gguf_file: Maker) -> None:
     _, file = gguf_file(
         "llama",
