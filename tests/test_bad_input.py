@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 Command = Callable[..., Any]
 
@@ -178,6 +179,32 @@ def test_weights_of_another_configuration(
 ) -> None:
     done = call_command("run", broken(intermediate_size=128), "-p", "x")
     assert_refused(done, "mlp.down_proj", "[64, 96]", "do not belong together")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1, 128])
+def test_weights_of_another_configuration_in_low_bits(
+    call_command: Command, broken: Callable[..., str], kind: str, size: int
+) -> None:
+    """Sizes are planned before a tensor is read; what is planned must not be negative."""
+    folder = broken(intermediate_size=size)
+    done = call_command("run", folder, "-p", "x", "--quantization", kind)
+    assert_refused(done, "mlp.down_proj", "[64, 96]", f"[64, {size}]", "do not belong together")
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj.weight", "norm.weight"])
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_weight_under_two_names(
+    call_command: Command, broken: Callable[..., str], name: str, kind: str | None
+) -> None:
+    folder = broken()
+    file = Path(folder, "model.safetensors")
+    tensors = load_file(file)
+    tensors[name] = tensors[f"model.{name}"].clone()
+    save_file(tensors, file)
+    words = ("--quantization", kind) if kind else ()
+    done = call_command("run", folder, "-p", "x", *words)
+    assert_refused(done, name, "twice", "'model.'")
 
 
 def test_a_missing_layer(call_command: Command, broken: Callable[..., str]) -> None:

@@ -472,11 +472,35 @@ class TestGGUF:
             ("token_type", [1], "1 token types for"),
             ("tokens", ["a", "a"], "only 1 of 2"),
             ("tokens", None, "'tokenizer.ggml.tokens' is missing"),
+            ("tokens", 7, "tokens' is 7, not an array of texts"),
+            ("tokens", "ab", "tokens' is 'ab', not an array of texts"),
+            ("tokens", [1, 2], "tokens' has 1 at 0"),
+            ("token_type", 1, "token_type' is 1, not an array of whole numbers"),
+            ("token_type", ["a"], "token_type' has 'a' at 0"),
+            ("merges", 3, "merges' is 3, not an array of texts"),
+            ("merges", [3], "merges' has 3 at 0"),
+            ("bos_token_id", [1], "bos_token_id' is an array, not a number"),
+            ("eos_token_id", "</s>", "eos_token_id' is '</s>', not a number"),
         ],
     )
     def test_damaged_arrays(self, train: Train, key: str, value: Any, message: str) -> None:
         metadata = bpe_metadata(train, "gpt-2") | {f"tokenizer.ggml.{key}": value}
         with pytest.raises(InvalidModelError, match=message):
+            build_gguf_tokenizer(metadata, "x.gguf")
+
+    @pytest.mark.parametrize("scores", [1.0, "high", ["high"]])
+    def test_scores_that_are_none(self, scores: Any) -> None:
+        with pytest.raises(InvalidModelError, match=r"'tokenizer\.ggml\.scores'.*array of numbers"):
+            build_gguf_tokenizer(spm_metadata(**{"tokenizer.ggml.scores": scores}), "x.gguf")
+
+    def test_templates_that_are_none(self) -> None:
+        with pytest.raises(InvalidModelError, match=r"'tokenizer\.chat_templates' is 5"):
+            build_gguf_tokenizer(spm_metadata(**{"tokenizer.chat_templates": 5}), "x.gguf")
+
+    @pytest.mark.parametrize(("key", "value"), [("model", ["gpt2"]), ("pre", ["qwen2"])])
+    def test_a_kind_or_cut_that_is_a_list(self, train: Train, key: str, value: Any) -> None:
+        metadata = bpe_metadata(train, "gpt-2") | {f"tokenizer.ggml.{key}": value}
+        with pytest.raises(UnsupportedModelError, match="an array, which is not supported"):
             build_gguf_tokenizer(metadata, "x.gguf")
 
     def test_ids_of_turn_and_message_ends(self, train: Train) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,33 @@ def test_index_and_shards_disagree(hf_folder: Maker) -> None:
     (folder / INDEX).write_text("{}")
     with pytest.raises(InvalidModelError, match="weight_map"):
         open_checkpoint(folder)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder that anyone may look into, seen by a user for whom permissions count."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "model").mkdir()
+        (folder / "model" / "model.safetensors").touch()
+        yield folder / "model"
+        os.seteuid(user)
+        (folder / "model").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("mode", "inner"), [(0o600, ""), (0o311, ""), (0o600, "model.safetensors")]
+)
+def test_a_folder_that_may_not_be_read(unprivileged: Path, mode: int, inner: str) -> None:
+    """600: what is in it cannot be looked at; 311: what is in it cannot be listed."""
+    unprivileged.chmod(mode)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    with pytest.raises(InvalidModelError) as error:
+        open_checkpoint(unprivileged / inner)
+    one_line(error, str(unprivileged), "cannot be read: Permission denied")
 
 
 def test_several_files_without_an_index(hf_folder: Maker) -> None:

@@ -219,6 +219,7 @@ def with_factors(path: Path, arch: str, tensors: dict[str, np.ndarray], **number
     for key, value in numbers.items():
         writer.add_key_value(f"{arch}.rope.scaling.{key}", value, FLOAT if key[0] == "a" else COUNT)
     writer.add_tensor("token_embd.weight", np.zeros((8, 128), np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.zeros(128, np.float32))
     for name, value in tensors.items():
         writer.add_tensor(name, value.astype(np.float32))
     from_writer(writer)
@@ -292,6 +293,15 @@ def test_gemma3_fields(gguf_file: Maker) -> None:
     assert config.get("tie_word_embeddings") is True
 
 
+@pytest.mark.parametrize("count", [8, 2**32 - 1])
+def test_more_layers_than_the_file_has(gguf_file: Maker, count: int) -> None:
+    """Before anything of a value a layer is built: 4 billion of them would fill the memory."""
+    _, file = gguf_file("gemma3", fields={"gemma3.block_count": (count, COUNT)})
+    expected = rf"'gemma3\.block_count' is {count}, and the file has tensors of 7 layers"
+    with pytest.raises(InvalidModelError, match=expected):
+        open_checkpoint(file)
+
+
 def test_mistral_is_known_by_its_window(gguf_file: Maker) -> None:
     _, file = gguf_file("llama", fields={"llama.attention.sliding_window": (128, COUNT)})
     config = open_checkpoint(file).config
@@ -320,6 +330,22 @@ def test_odd_fields(gguf_file: Maker, fields: dict[str, Any], expected: str | No
     with pytest.raises((InvalidModelError, UnsupportedModelError), match=expected) as error:
         open_checkpoint(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
+def test_numbers_beyond_a_float(gguf_file: Maker, name: str) -> None:
+    wide = GGUFValueType.FLOAT64
+    _, file = gguf_file("llama", fields={f"llama.{name}": (1e300, wide)})
+    with pytest.raises(InvalidModelError, match=rf"'llama\.{name}' is 1e\+300, more than"):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize("value", [1e300, 3.4028234663852886e38, math.inf])
+def test_sampling_defaults_beyond_a_float(gguf_file: Maker, value: float) -> None:
+    """Whoever checks sampling parameters refuses them."""
+    wide = GGUFValueType.FLOAT64
+    _, file = gguf_file("llama", fields={"general.sampling.temp": (value, wide)})
+    assert open_checkpoint(file).generation_config["temperature"] == value
 
 
 def test_token_ids_and_sampling_defaults(gguf_file: Maker) -> None:
@@ -362,14 +388,15 @@ def test_split_file(hf_folder: Callable[..., Path], tmp_path: Path) -> None:
             writer.add_layer_norm_rms_eps(1e-5)
         writer.add_uint16("split.no", part)
         writer.add_uint16("split.count", 2)
-        writer.add_int32("split.tensors.count", 2)
+        writer.add_int32("split.tensors.count", 4)
         writer.add_tensor(name, tensor.numpy())
+        writer.add_tensor(f"blk.{part}.attn_norm.weight", np.ones(64, np.float32))
         from_writer(writer)
     for path in (*parts, tmp_path):
         checkpoint = open_checkpoint(path)
         loaded = checkpoint.load("model.norm.weight")
         assert torch.equal(loaded, tensors["model.norm.weight"])
-        assert checkpoint.num_parameters == 128 * 64 + 64
+        assert checkpoint.num_parameters == 128 * 64 + 3 * 64
     parts[1].unlink()
     with pytest.raises(InvalidModelError, match="x-00002-of-00002"):
         open_checkpoint(parts[0])

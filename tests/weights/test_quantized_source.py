@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -277,6 +278,40 @@ def test_damaged_state(hf_folder: Maker, text: bytes) -> None:
 
     edited(folder, spoil)
     refused(folder, name)
+
+
+@pytest.mark.parametrize(("side", "size"), [(3, 4), (1, 0)])
+def test_values_that_do_not_fill_their_bytes(hf_folder: Maker, side: int, size: int) -> None:
+    """Two values a byte: an odd number of them has no whole bytes."""
+    folder, _ = make(hf_folder, "nf4")
+    name = f"{LAYER}.weight"
+    state = json.dumps({"shape": [side, side], "blocksize": side}).encode()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.zeros(size, 1, dtype=torch.uint8)
+        tensors[f"{name}.absmax"] = torch.ones(side)
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(state), dtype=torch.uint8
+        )
+
+    edited(folder, spoil)
+    refused(folder, name, f"{side} x {side} values of 4 bits")
+
+
+@pytest.mark.parametrize("offset", ["1" + "0" * 400, "-1" + "0" * 400, "1e400", "NaN"])
+def test_an_offset_that_is_no_float(hf_folder: Maker, offset: str) -> None:
+    folder, _ = make(hf_folder, "nf4-nested")
+    name = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        state = json.loads(bytes(tensors[name].tolist()))
+        text = json.dumps(state | {"nested_offset": 0}).replace(
+            '"nested_offset": 0', f'"nested_offset": {offset}'
+        )
+        tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    edited(folder, spoil)
+    refused(folder, name, "'nested_offset'")
 
 
 def test_a_block_that_does_not_divide_the_row(hf_folder: Maker) -> None:

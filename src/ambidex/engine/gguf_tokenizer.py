@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import (
     AddedToken,
@@ -32,6 +32,14 @@ _PREFIX = "tokenizer.ggml."
 
 #: Metadata keys of ids that end a turn or a text.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+_Item = TypeVar("_Item")
+
+
+def _short(value: object) -> str:
+    """A value of a header, as a message shows it."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else "an array"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +68,11 @@ class _Vocabulary:
     ids: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tokens = list(self.require("tokens"))
+        tokens = self.array("tokens", str)
         # Some converters leave padding tokens empty; they need distinct names.
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
-        types = self.get("token_type")
-        self.types = [_NORMAL] * len(tokens) if types is None else list(types)
+        has_types = self.get("token_type") is not None
+        self.types = self.array("token_type", int) if has_types else [_NORMAL] * len(tokens)
         if len(self.types) < len(tokens):
             raise self.damaged(f"{len(self.types)} token types for {len(tokens)} tokens")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
@@ -81,6 +89,21 @@ class _Vocabulary:
             raise self.damaged(f"'{_PREFIX}{key}' is missing")
         return value
 
+    def array(self, key: str, kind: type[_Item]) -> list[_Item]:
+        """An array that must be there, all of whose values are of ``kind``."""
+        value = self.require(key)
+        what = {str: "texts", int: "whole numbers", float: "numbers"}[kind]
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self.damaged(f"'{_PREFIX}{key}' is {_short(value)}, not an array of {what}")
+        items = list(value)
+        for index, item in enumerate(items):
+            if not isinstance(item, (int, float) if kind is float else kind):
+                raise self.damaged(
+                    f"'{_PREFIX}{key}' has {_short(item)} at {index}, where an array of {what} is "
+                    "expected"
+                )
+        return items
+
     def damaged(self, what: str) -> InvalidModelError:
         return InvalidModelError(
             f"{self.name}: the tokenizer in this GGUF file is damaged: {what}. Get the file again, "
@@ -90,15 +113,17 @@ class _Vocabulary:
     def token_id(self, key: str) -> int | None:
         """The id under ``key``, or None where it is absent or outside the vocabulary."""
         value = self.get(key)
-        if value is None or not 0 <= int(value) < len(self.tokens):
+        if value is None:
             return None
-        return int(value)
+        if not isinstance(value, int):
+            raise self.damaged(f"'{_PREFIX}{key}' is {_short(value)}, not a number of a token")
+        return int(value) if 0 <= value < len(self.tokens) else None
 
     def merges(self) -> list[tuple[str, str]]:
         """Pairs in order of rank. A piece may itself begin with a space, never be empty."""
         ids = self.ids
         pairs = []
-        for merge in map(str, self.require("merges")):
+        for merge in self.array("merges", str):
             left, _, right = merge.partition(" ")
             if not left and merge:
                 # The piece begins with the space itself.
@@ -124,10 +149,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> GGUFTokenize
             f"{name} holds no tokenizer ('{_PREFIX}model' is missing). Give a folder that has a "
             "tokenizer.json with --tokenizer."
         )
-    builder = _KINDS.get(kind)
+    builder = _KINDS.get(kind) if isinstance(kind, str) else None
     if builder is None:
         raise UnsupportedModelError(
-            f"{name} has a tokenizer of kind '{kind}', which is not supported; supported are "
+            f"{name} has a tokenizer of kind {_short(kind)}, which is not supported; supported are "
             f"{', '.join(sorted(_KINDS))}. Give a folder that has a tokenizer.json with "
             "--tokenizer."
         )
@@ -160,7 +185,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> GGUFTokenize
         special_tokens=special_tokens,
         bos_token_id=bos_id,
         end_token_ids=tuple(dict.fromkeys(i for i in end_ids if i is not None)),
-        chat_templates=_chat_templates(metadata),
+        chat_templates=_chat_templates(vocabulary),
         notes=tuple(notes),
     )
 
@@ -174,12 +199,12 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, list[str]
             f"{vocabulary.name} does not name its pre-tokenizer ('{_PREFIX}pre'): a default is "
             "used, and output may be worse. A newer conversion of the model names it."
         )
-    recipe = RECIPES.get(pre)
+    recipe = RECIPES.get(pre) if isinstance(pre, str) else None
     if recipe is None:
         raise UnsupportedModelError(
-            f"{vocabulary.name} uses the pre-tokenizer '{pre}', which is not supported; supported "
-            f"are {', '.join(sorted(RECIPES))}. Give a folder that has a tokenizer.json with "
-            "--tokenizer."
+            f"{vocabulary.name} uses the pre-tokenizer {_short(pre)}, which is not supported; "
+            f"supported are {', '.join(sorted(RECIPES))}. Give a folder that has a "
+            "tokenizer.json with --tokenizer."
         )
     model = models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=recipe.ignore_merges)
     backend = Tokenizer(model)
@@ -191,7 +216,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, list[str]
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, list[str]]:
-    scores = list(vocabulary.require("scores"))
+    scores = vocabulary.array("scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise vocabulary.damaged(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
     steps = []
@@ -296,12 +321,18 @@ def add_bos_and_eos(backend: Tokenizer, bos_id: int | None, eos_id: int | None) 
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(vocabulary: _Vocabulary) -> dict[str, str]:
+    metadata = vocabulary.metadata
     templates = {}
     default = metadata.get("tokenizer.chat_template")
     if default:
         templates["default"] = str(default)
-    for name in metadata.get("tokenizer.chat_templates") or ():
+    names = metadata.get("tokenizer.chat_templates") or ()
+    if not isinstance(names, Sequence):
+        raise vocabulary.damaged(
+            f"'tokenizer.chat_templates' is {_short(names)}, not an array of texts"
+        )
+    for name in names:
         template = metadata.get(f"tokenizer.chat_template.{name}")
         if template:
             templates[str(name)] = str(template)

@@ -127,8 +127,14 @@ class Parameter:
     def missing_parts(self) -> list[str]:
         return [part for part in self.parts if part not in self._filled]
 
-    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
-        """Take a checkpoint tensor; raises InvalidModelError for a wrong shape."""
+    def check(
+        self, part: str, shape: tuple[int, ...], name: str, filled: set[str]
+    ) -> tuple[int, int]:
+        """First row and rows of a part, which is added to the ``filled`` ones.
+
+        Raises InvalidModelError where there is no such part, where it has another shape than the
+        checkpoint's tensor, or where an earlier tensor filled it.
+        """
         if part == WHOLE:
             first, rows, expected = 0, self.shape[0], self.stacked
         elif part in self.parts:
@@ -139,12 +145,24 @@ class Parameter:
                 f"Tensor {name} has no place: the configuration asks for {len(self.parts)} such "
                 "tensors. The checkpoint and its config.json do not belong together."
             )
-        if tuple(tensor.shape) != expected:
+        if shape != expected:
             raise InvalidModelError(
-                f"Tensor {name} has shape {list(tensor.shape)}; the configuration asks for "
+                f"Tensor {name} has shape {list(shape)}; the configuration asks for "
                 f"{list(expected)}. The checkpoint and its config.json do not belong together."
             )
-        self._filled.update(self.parts if part == WHOLE else (part,))
+        parts = set(self.parts) if part == WHOLE else {part}
+        if not filled.isdisjoint(parts):
+            raise InvalidModelError(
+                f"Tensor {name} is there twice: the files hold the same weight under another name, "
+                "too, such as one with and one without 'model.' before it. Remove one of the two, "
+                "or download the model again."
+            )
+        filled |= parts
+        return first, rows
+
+    def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
+        """Take a checkpoint tensor; raises InvalidModelError as :meth:`check` does."""
+        first, rows = self.check(part, tuple(tensor.shape), name, self._filled)
         self._take(device, part, first, rows, tensor)
 
     def _take(

@@ -179,7 +179,16 @@ def open_checkpoint(path: Path | str, hf_overrides: Mapping[str, Any] | None = N
     :class:`ModelNotFoundError`, :class:`InvalidModelError` or :class:`UnsupportedModelError`.
     """
     path = Path(path)
-    overrides = dict(hf_overrides or {})
+    try:
+        return _open(path, dict(hf_overrides or {}))
+    except PermissionError as error:
+        raise InvalidModelError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}. Check its "
+            "permissions, and those of the folders that it lies in."
+        ) from None
+
+
+def _open(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path, overrides)
     if not path.exists():

@@ -26,6 +26,9 @@ _CONSTANTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?"
 )
 
+#: The largest number that a float of 32 bits holds.
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+
 _ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -172,6 +175,8 @@ class _Fields:
             raise self.fail(name, f"is {value!r}, not a number")
         if not math.isfinite(value):
             raise self.fail(name, f"is {value!r}, not a finite number")
+        if abs(value) > _LARGEST_FLOAT:
+            raise self.fail(name, f"is {value!r}, more than a float of 32 bits holds")
         return shortest_float(float(value))
 
 
@@ -180,10 +185,13 @@ def shortest_float(value: float) -> float:
 
     GGUF keeps float32; the configuration it was made from had a short decimal.
     """
+    if math.isfinite(value) and abs(value) > _LARGEST_FLOAT:
+        return value
     packed = struct.pack("<f", value)
     for digits in range(6, 10):
         candidate = float(f"{value:.{digits}g}")
-        if struct.pack("<f", candidate) == packed:
+        # The largest floats have no such decimal: rounded up, it is beyond them.
+        if abs(candidate) <= _LARGEST_FLOAT and struct.pack("<f", candidate) == packed:
             return candidate
     return value
 
@@ -214,7 +222,7 @@ def config_from_header(header: GGUFHeader, tensors: Mapping[str, TensorInfo]) ->
     fields = _Fields(header)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
+    num_layers = _num_layers(fields, tensors)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise InvalidModelError(
@@ -272,6 +280,17 @@ def config_from_header(header: GGUFHeader, tensors: Mapping[str, TensorInfo]) ->
         extra(fields, config)
     config.update(_token_ids(header))
     return config
+
+
+def _num_layers(fields: _Fields, tensors: Mapping[str, TensorInfo]) -> int:
+    """``block_count``, which tables of a value a layer may be built of: no more than there are."""
+    num_layers = fields.integer("block_count")
+    found = {match[1] for name in tensors if (match := _IN_LAYER.fullmatch(name))}
+    if num_layers > len(found):
+        raise fields.fail(
+            "block_count", f"is {num_layers}, and the file has tensors of {len(found)} layers"
+        )
+    return num_layers
 
 
 def _moe_mixtral(fields: _Fields, config: dict[str, Any]) -> None:

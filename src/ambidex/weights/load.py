@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +35,8 @@ class LoadableParameter(Protocol):
 
     def missing_parts(self) -> list[str]: ...
 
+    def check(self, part: str, shape: tuple[int, ...], name: str, filled: set[str]) -> object: ...
+
     def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None: ...
 
 
@@ -53,17 +56,23 @@ def planned_bytes(
 
     ``low_bit_bytes(name)``: what a tensor takes in low bits, None where it stays as it is; the
     function is None where nothing is kept in low bits.
+
+    Raises InvalidModelError where a tensor in low bits has a wrong shape or comes twice: what it
+    takes says nothing about its parameter then.
     """
     table = dict(parameters)
     sizes = {path: parameter.num_bytes for path, parameter in table.items()}
     if low_bit_bytes is None:
         return sizes
+    filled: dict[str, set[str]] = defaultdict(set)
     for name in checkpoint.tensor_names():
         target = _find(names, name)
         parameter = table.get(target[0]) if target else None
         size = low_bit_bytes(name) if parameter is not None and parameter.is_matrix else None
         if target is not None and parameter is not None and size is not None:
-            share = math.prod(checkpoint.tensor_shape(name)) / math.prod(parameter.shape)
+            shape = checkpoint.tensor_shape(name)
+            parameter.check(target[1], shape, name, filled[target[0]])
+            share = math.prod(shape) / math.prod(parameter.shape)
             # Rounded so that what is planned is never too little.
             sizes[target[0]] += size - int(parameter.num_bytes * share)
     return sizes

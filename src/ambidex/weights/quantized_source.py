@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,6 +331,11 @@ def _bnb_4bit_matrix(reader: _Reader, prefix: str, kind: str) -> _Matrix:
     # The bytes may pass for numbers of another type.
     packed_type = reader.source.dtype_of(name)
     width = {"uint8": 1, "int8": 1, "float32": 4}.get(packed_type, 2)
+    if rows * columns % (2 * width):
+        raise InvalidModelError(
+            f"The tensor '{state_name}' says {rows} x {columns} values of 4 bits, which do not "
+            f"fill whole elements of '{name}' ({packed_type}). {_AGAIN}"
+        )
     reader.require(name, (rows * columns // 2 // width,), ("uint8", "int8", *_FLOATS))
     quant_map = reader.require(f"{name}.quant_map", (16,), _FLOATS)
     blocks = rows * columns // block
@@ -393,6 +399,9 @@ class _State:
     def number(self, field: str) -> float:
         value = self.values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._fail(field)
+        # Written without an exponent, a number may be larger than any float.
+        if not abs(value) <= sys.float_info.max:
             raise self._fail(field)
         return float(value)
 
