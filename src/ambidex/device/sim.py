@@ -169,7 +169,7 @@ class SimDevice:
         self.copy_out = Stream("copy_out", self.clock)
         self._streams = [self.copy_in, self.copy_in_small, self.compute, self.copy_out]
         self._kernels = QueuedKernels(
-            self._host.kernels, self.compute, self, self.rate, f"simulated ({EXAMPLE})"
+            self._host.kernels, self.compute, self, self.rate, f"simulated, {spec.clock} clock"
         )
 
     @property

@@ -26,7 +26,8 @@ def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
         tokenizer_path=str(lane.tokenizer_path),
         max_model_len=lane.max_model_len,
         vocab_size=lane.vocab_size,
-        num_blocks=min(lane.num_blocks),
+        num_blocks=0 if lane.hands.accelerator else min(lane.num_blocks),
+        num_gpu_blocks=min(lane.num_blocks) if lane.hands.accelerator else 0,
         block_size=config.cache.block_size,
         dtype=lane.dtype_description,
         source=lane.description,
@@ -35,7 +36,7 @@ def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        cpu_threads=lane.device.num_threads,
+        cpu_threads=lane.hands.host.num_threads,
         kernels=lane.hands.kernels.description,
         model_config=checkpoint.config.values,
         generation_config=dict(checkpoint.generation_config),
@@ -92,13 +93,14 @@ def memory_report(
 
 def describe(info: EngineInfo) -> list[str]:
     """Lines for the log at start-up; the last two are those that vLLM users look for."""
+    threads = "1 thread" if info.cpu_threads == 1 else f"{info.cpu_threads} threads"
     rows = [
         ("model", info.model),
         ("source", info.source),
         ("architecture", info.model_type),
         ("dtype", info.dtype),
         ("KV dtype", info.kv_cache_dtype),
-        ("kernels", f"{info.kernels}, {info.cpu_threads} threads" if info.kernels else ""),
+        ("kernels", f"{info.kernels}, {threads}" if info.kernels else ""),
         ("max model length", f"{info.max_model_len} tokens"),
     ]
     for memory in info.memory:

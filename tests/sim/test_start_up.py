@@ -1,0 +1,60 @@
+"""What a start tells of a lane with two memories, and that the largest steps run before it is
+ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lane_harness import SIM, make_config
+
+from ambidex.config import OffloadConfig
+from ambidex.engine.engine import Engine
+from ambidex.engine.summary import describe, memory_report
+
+
+def test_both_memories_are_described(sim_model: Callable[..., Path]) -> None:
+    offload = OffloadConfig(patterns=("*.mlp",), mode="compute")
+    engine = Engine(make_config(sim_model("llama"), SIM, offload))
+    try:
+        info = engine.info()
+        lines = describe(info)
+        count = min(engine.lane.num_blocks)
+        assert f"GPU blocks: {count}, CPU blocks: 0" in lines
+        kernels = next(line for line in lines if line.startswith("kernels"))
+        assert "simulated, virtual clock" in kernels
+        assert kernels.endswith("1 thread")
+        assert any(line.startswith("sim:0: weights") for line in lines)
+        assert any(line.startswith("host: weights") for line in lines)
+        report = memory_report(info.memory, info.modules)
+        host, device = report["memories"]
+        assert report["cpu_weights"] == host["accounts"]["weights"] > 0
+        assert report["gpu_weights"] == device["accounts"]["weights"] > 0
+        assert report["modules"]["layers.0.mlp.down"].keys() == {"host"}
+        assert report["modules"]["layers.0.attention.qkv"].keys() == {"sim:0"}
+    finally:
+        engine.close()
+
+
+def test_the_largest_steps_run_before_the_engine_is_ready(
+    sim_model: Callable[..., Path],
+) -> None:
+    config = make_config(sim_model("llama"), SIM, warm_up_fully=True)
+    engine = Engine(config)
+    try:
+        replayer = engine.lane.runner.replayer
+        assert replayer is not None
+        # Every number of rows that is captured: 1, 2, 4 and 8 of eight requests.
+        assert list(replayer.warm_up_rows) == [1, 2, 4, 8]
+        assert replayer.num_graphs == 4  # type: ignore[union-attr]
+        tokens = config.scheduler.max_num_batched_tokens
+        launches = [
+            span
+            for span in engine.lane.hands.accelerator.clock.timeline  # type: ignore[union-attr]
+            if span.name == "embedding"
+        ]
+        assert tokens == 64
+        assert len(launches) >= 6
+        assert engine.times.num_steps == 0
+    finally:
+        engine.close()
