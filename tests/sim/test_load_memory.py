@@ -61,8 +61,7 @@ def test_a_checkpoint_three_times_the_device(
     assert got["errors"] == [None, None]
     assert got["tokens"] == [[token for token, _, _ in trace] for trace in expected.traces]
     # The device: what is planned, and no more.
-    assert got["device_capacity"] == MEMORY
-    assert got["device_used"] <= MEMORY
+    assert got["device_used"] <= got["device_capacity"] <= MEMORY
     peak = got["device_peak"]
     assert peak["weights"] <= got["device_weights"] + LAYER_BYTES
     assert peak["staging"] == got["ring"]
