@@ -21,9 +21,6 @@ DEVICE = "sim:memory=64MiB,core_bandwidth=10GB/s,core_flops=50G,link=10GB/s,spee
 #: Of the host's memory beside weights, in bytes: stacks and heaps of new threads, what Python
 #: makes, and pages at the ends of pieces (up to 2 MiB each where the system gives huge ones).
 FIXED_BYTES = 12 << 20
-#: What the C library keeps of freed memory for later, at most (glibc: twice its largest threshold
-#: for mappings), until loading is over.
-KEPT_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +61,7 @@ def test_a_checkpoint_three_times_the_device(
     assert got["errors"] == [None, None]
     assert got["tokens"] == [[token for token, _, _ in trace] for trace in expected.traces]
     # The device: what is planned, and no more.
-    assert got["device_capacity"] == int(0.92 * MEMORY)
-    assert got["device_used"] <= got["device_capacity"]
+    assert got["device_used"] <= got["device_capacity"] <= MEMORY
     peak = got["device_peak"]
     assert peak["weights"] <= got["device_weights"] + LAYER_BYTES
     assert peak["staging"] == got["ring"]
@@ -76,7 +72,7 @@ def test_a_checkpoint_three_times_the_device(
     assert got["weights"] - host == got["device_weights"]
     assert got["growth"] <= 1.02 * host + FIXED_BYTES, got
     assert got["growth"] >= 0.98 * host, "the measurement sees the weights"
-    assert got["peak_beyond_end"] <= LAYER_BYTES + FIXED_BYTES + KEPT_BYTES, got
+    assert got["peak_beyond_end"] <= LAYER_BYTES + FIXED_BYTES, got
     if mode == "stream":
         assert got["ring"] == 2 * LAYER_BYTES
         assert got["counts"]["streamed_bytes"] > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import time
 import traceback
@@ -33,6 +31,7 @@ from ambidex.layers.module import BuildContext, NameTable, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.expert_cache import MAX_ROWS
+from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
@@ -114,13 +113,7 @@ class LoadedLane:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
         self.runner.close()
         self.hands.close()
-        _give_freed_memory_back()
-
-
-def _give_freed_memory_back() -> None:
-    """The C library keeps freed blocks of up to 32 MiB for later: most of a model's tensors."""
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has this function
-        ctypes.CDLL(None).malloc_trim(0)
+        give_freed_memory_back()
 
 
 def load_lane(
@@ -278,7 +271,7 @@ def _load_on(
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
     # What loading freed counts as free.
-    _give_freed_memory_back()
+    give_freed_memory_back()
     kv_cache = memory.make_cache(make_cache)
     size = memory.size
     replayer: Replayer | GraphReplayer | None = None
@@ -306,7 +299,7 @@ def _load_on(
     scheduler = config.scheduler
     largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
     warm_up(runner, largest if config.warm_up_fully else None)
-    _give_freed_memory_back()
+    give_freed_memory_back()
     vocab_size = int(model_values.require("vocab_size"))
     ropes = [module for module in submodules(model) if isinstance(module, Rope)]
     rotations = [part for rope in ropes for part in rope.tables]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ambidex.errors import InvalidModelError
+from ambidex.memory.host import give_freed_memory_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Values read until the pages of the mapped file are let go.
 _RELEASE_VALUES = 1 << 26
+#: And until what was freed of the memory for packing is given back: it would come to a third of
+#: the weights.
+_TRIM_VALUES = 1 << 23
 
 
 class LoadableParameter(Protocol):
@@ -103,7 +107,7 @@ def load_weights(
     """
     table = dict(parameters)
     unused = []
-    num_read = 0
+    num_read = num_packed = 0
     tensors = checkpoint.tensor_names()
     for count, name in enumerate(tensors):
         target = _find(names, name)
@@ -113,8 +117,14 @@ def load_weights(
             continue
         load = low_bit if low_bit is not None and parameter.is_matrix else checkpoint.load
         tensor = load(name)
+        num_values = math.prod(tensor.shape)
         parameter.load(device, target[1], tensor, name)
-        num_read += math.prod(tensor.shape)
+        del tensor
+        num_read += num_values
+        num_packed += num_values
+        if num_packed >= _TRIM_VALUES:
+            give_freed_memory_back()
+            num_packed = 0
         if num_read >= _RELEASE_VALUES:
             checkpoint.release_pages()
             num_read = 0

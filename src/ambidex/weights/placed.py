@@ -263,8 +263,8 @@ class PlacedKernels:
         """
         if place is not None and not place.resident_rows:
             # What stays on the host as a whole is packed where it stays.
-            host = self._host.inner.pack_parts(parts, precise)
-            return PlacedWeight(host.shape, is_paired, None, host, place.streamed_rows)
+            kept = self._host.inner.pack_parts(parts, precise)
+            return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
         with self._inner.temporary_weights():
             whole = self._host.inner.pack_parts(parts, precise)
             num_rows = whole.shape[0] // (2 if is_paired else 1)

@@ -66,7 +66,7 @@ class _Staged:
 
     @property
     def is_failed(self) -> bool:
-        return self.is_there.is_failed or (self.is_free is not None and self.is_free.is_failed)
+        return (self.is_free or self.is_there).is_failed
 
 
 class Streamer:
