@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -635,8 +636,33 @@ def test_native_threads_end_with_their_llm(folder: Path) -> None:
         engine = used(llm)
         # The lane's thread is the first of the four.
         assert num_threads() == before + 4
+    # The system lists a thread for a moment after it was joined.
+    deadline = time.monotonic() + 30
+    while num_threads() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert num_threads() == before
     assert engine.lane.device.ledger.used_bytes == 0
+
+
+def test_a_failed_load_keeps_no_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody keeps the exception."""
+    with LLM(str(folder), cpu_threads=4):
+        before = threading.active_count(), psutil.Process().num_threads() - 4
+
+    def fail(*_: object) -> None:
+        raise InvalidModelError("the first step failed")
+
+    monkeypatch.setattr("ambidex.runner.loader.warm_up", fail)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(InvalidModelError) as caught:
+            LLM(str(folder), cpu_threads=4)
+        errors.append(caught.value)
+    deadline = time.monotonic() + 30
+    while psutil.Process().num_threads() > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert psutil.Process().num_threads() <= before[1]
+    assert len(errors) == 2
 
 
 def test_no_progress_bar_without_a_terminal(

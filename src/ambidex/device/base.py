@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,7 +40,9 @@ class Graph(Protocol):
     def capture(self) -> AbstractContextManager[None]:
         """What is launched within belongs to the graph, and is not run."""
 
-    def replay(self) -> None:
+    def replay(
+        self, ahead: Stream | None = None, outer: Mapping[int, Event] | None = None
+    ) -> Mapping[int, Event]:
         """Launch everything again, over the same memory, after everything launched before."""
 
 

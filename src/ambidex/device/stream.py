@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from ambidex.memory.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from ambidex.device.base import Event as AnyEvent
+    from ambidex.device.base import Stream as AnyStream
 
 #: On the real clock, work ahead of its modelled end by less than this is not slept for: sleeping
 #: is not that exact. It is made up for by the next event.
@@ -323,7 +324,8 @@ class Graph:
     """Launches of several streams, captured once and launched again by :meth:`replay`, over the
     same memory.
 
-    What was launched before it is over when a replay begins, on all of its streams.
+    What was launched before it is over when a replay begins, on all of its streams but those that
+    run ahead.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -341,14 +343,20 @@ class Graph:
         finally:
             self._clock.graph = None
 
-    def replay(self) -> None:
-        """Launch everything again."""
+    def replay(
+        self,
+        ahead: AnyStream | None = None,
+        outer: Mapping[int, AnyEvent] | None = None,
+    ) -> Mapping[int, AnyEvent]:
+        """Launch everything again. Nothing waits for what was launched on ``ahead`` before, but
+        where the capture did: ``outer`` has what stands for an event of before the capture, by its
+        ``id``. Returns the events of this replay by those of the capture."""
         streams = {id(stream): stream for stream, _ in self.items}
-        before = [stream.record() for stream in streams.values()]
+        before = [stream.record() for stream in streams.values() if stream is not ahead]
         for stream in streams.values():
             for event in before:
                 stream.wait(event)
-        events: dict[int, Event] = {}
+        events: dict[int, AnyEvent] = dict(outer or {})
         for stream, item in self.items:
             if isinstance(item, _Record):
                 events[id(item.event)] = stream.record()
@@ -357,3 +365,4 @@ class Graph:
             elif id(item.event) in events:
                 stream.wait(events[id(item.event)])
         self.num_replays += 1
+        return events

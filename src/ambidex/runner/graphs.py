@@ -21,10 +21,11 @@ from ambidex.layers.rope import Rope
 from ambidex.runner.replay import Replayed
 
 if TYPE_CHECKING:
-    from ambidex.device.base import Accelerator, Graph
+    from ambidex.device.base import Accelerator, Event, Graph
     from ambidex.kv.cache import KVCache
     from ambidex.models.registry import CausalLM
     from ambidex.weights.placed import PlacedKernels
+    from ambidex.weights.streamer import StagedRows
 
 #: Most rows of a captured step: beyond, launching takes little beside computing.
 MAX_ROWS = 16
@@ -47,6 +48,9 @@ class _Captured:
     logits: Tensor
     #: What a replay adds to the kernels' counters.
     counts: dict[str, int]
+    #: When what lies in the ring of streamed weights is there, before and after the step.
+    arrivals_before: dict[StagedRows, Event]
+    arrivals_after: dict[StagedRows, Event]
 
 
 class GraphReplayer:
@@ -113,8 +117,15 @@ class GraphReplayer:
         if captured is None:
             captured = self._captured[rows] = self._capture(rows)
         self._fill(captured, batch)
-        captured.graph.replay()
-        self._kernels.after_replay(captured.counts)
+        kernels = self._kernels
+        # What the capture waited for is what has been fetched ahead by now.
+        now = kernels.arrivals()
+        outer = {id(event): now[rows] for rows, event in captured.arrivals_before.items()}
+        events = captured.graph.replay(self._device.copy_in, outer)
+        kernels.set_arrivals(
+            {rows: events[id(event)] for rows, event in captured.arrivals_after.items()}
+        )
+        kernels.add_counts(captured.counts)
         self.num_replays += 1
         count = batch.num_tokens
         return Replayed(captured.hidden[:count], captured.logits[:count], None)
@@ -144,7 +155,7 @@ class GraphReplayer:
         kernels = self._kernels
         batch = Batch(ids, positions, rows, cache, attention, max_position=0)
         graph = self._device.graph()
-        before = kernels.counts()
+        before, arrivals = kernels.counts(), kernels.arrivals()
         with graph.capture():
             batch.positions = kernels.put(positions)
             hidden = self._model(batch)
@@ -154,4 +165,7 @@ class GraphReplayer:
         counts = {name: after[name] - before[name] for name in after}
         # They are counted by the replay that follows.
         kernels.add_counts({name: -count for name, count in counts.items()})
-        return _Captured(graph, batch, positions, hidden, logits, counts)
+        arrivals_after = kernels.arrivals()
+        # The replay that follows begins as the capture did.
+        kernels.set_arrivals(arrivals)
+        return _Captured(graph, batch, positions, hidden, logits, counts, arrivals, arrivals_after)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,32 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    hands = open_hands(config)
+    for note in hands.threads.notes:
+        logger.warning("%s", note)
+    try:
+        lane = _load_on(hands, config, progress)
+    except BaseException as error:
+        # Whoever keeps the exception does not keep weights and threads with it.
+        _clear_frames(error)
+        hands.close()
+        raise
+    lane.load_s = time.perf_counter() - began
+    return lane
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the variables of the calls that an error, and what it came of, went through."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__context__
+
+
+def _load_on(
+    hands: Hands, config: EngineConfig, progress: Callable[[int, int], None] | None
+) -> LoadedLane:
+    cache = config.cache
     resolved = resolve_model(config.model.model, revision=config.model.revision)
     checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
     tokenizer_path = checkpoint.path
@@ -146,9 +173,6 @@ def load_lane(
             config.model.max_model_len, model_values, config.model.max_model_len_cap
         )
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    hands = open_hands(config)
-    for note in hands.threads.notes:
-        logger.warning("%s", note)
     device = hands.device
     near_node = None if hands.accelerator is None else hands.accelerator.node
     host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
@@ -317,7 +341,7 @@ def load_lane(
         else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
         kv_dtype=kv_dtype,
         notes=notes,
-        load_s=time.perf_counter() - began,
+        load_s=0.0,
         memory_nodes=host_nodes.describe(),
     )
 

@@ -21,7 +21,7 @@ from ambidex.device.queued import QueuedKernels, num_bytes
 from ambidex.weights.streamer import Ranges, StagedRows, Streamer, staged_bytes
 
 if TYPE_CHECKING:
-    from ambidex.device.base import Accelerator
+    from ambidex.device.base import Accelerator, Event
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Weight
@@ -60,7 +60,10 @@ class PlacedWeight:
     resident: Any
     host: Any
     streamed_rows: Callable[[int], int]
-    _staged: dict[int, StagedRows] = field(default_factory=dict)
+    #: Rows that are copied at a time; None: all. A head is larger than a layer, and would have the
+    #: ring to itself.
+    piece_rows: int | None = None
+    _staged: dict[tuple[int, int], StagedRows] = field(default_factory=dict)
 
     @property
     def halves(self) -> int:
@@ -90,12 +93,18 @@ class PlacedWeight:
     def host_bytes(self) -> int:
         return 0 if self.host is None else int(self.host.num_bytes)
 
-    def staged(self, count: int) -> StagedRows:
-        """The first ``count`` of the host's rows, as they are copied."""
-        if count not in self._staged:
-            ranges = self.host_ranges(0, count)
-            self._staged[count] = StagedRows(self.host, ranges, staged_bytes(self.host, ranges))
-        return self._staged[count]
+    def staged(self, count: int, start: int = 0) -> StagedRows:
+        """Rows ``start`` to ``count`` of the host's, as they are copied."""
+        key = (start, count)
+        if key not in self._staged:
+            ranges = self.host_ranges(start, count)
+            self._staged[key] = StagedRows(self.host, ranges, staged_bytes(self.host, ranges))
+        return self._staged[key]
+
+    def pieces(self, count: int) -> list[tuple[int, int]]:
+        """The first ``count`` of the host's rows, cut into what is copied at a time."""
+        step = self.piece_rows or max(count, 1)
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
 
     def host_ranges(self, start: int, end: int) -> Ranges:
         """Rows ``start`` to ``end`` of the host's part, in both halves."""
@@ -284,6 +293,14 @@ class PlacedKernels:
 
     def set_order(self, order: Sequence[Ordered], streamer: Streamer | None) -> None:
         """Weights with rows on the host, in the order of execution."""
+        layers = [item for item in order if not item.is_head]
+        largest = ring_bytes(layers, 1, 1) if streamer is not None else 0
+        for item in order:
+            weight = item.weight
+            row_bytes = weight.host_bytes / max(weight.num_host, 1)
+            if item.is_head and 0 < largest < weight.host_bytes:
+                units = max(int(largest / row_bytes / ROW_UNIT), 1)
+                weight.piece_rows = units * ROW_UNIT
         self._order = list(order)
         self._streamer = streamer
 
@@ -302,7 +319,8 @@ class PlacedKernels:
             rows = num_logits if item.is_head else num_tokens
             count = item.weight.streamed_rows(rows) if rows else 0
             if count:
-                order.append(item.weight.staged(count))
+                pieces = item.weight.pieces(count)
+                order += [item.weight.staged(end, start) for start, end in pieces]
         self._streamer.begin_step(order)
 
     def counts(self) -> dict[str, int]:
@@ -322,11 +340,14 @@ class PlacedKernels:
         if self._streamer is not None:
             self._streamer.add_counts(counts)
 
-    def after_replay(self, counts: Mapping[str, int]) -> None:
-        """A captured step has been launched, which counts ``counts``."""
-        self.add_counts(counts)
+    def arrivals(self) -> dict[StagedRows, Event]:
+        """See ``Streamer.arrivals``."""
+        return {} if self._streamer is None else self._streamer.arrivals()
+
+    def set_arrivals(self, events: Mapping[StagedRows, Event]) -> None:
+        """See ``Streamer.set_arrivals``."""
         if self._streamer is not None:
-            self._streamer.after_replay()
+            self._streamer.set_arrivals(events)
 
     def end_step(self) -> None:
         """Tell that all of the step has been launched."""
@@ -466,7 +487,8 @@ class PlacedKernels:
                 return of_host if residual is None else self.add(of_host, residual)
         x = self._to_device(x)
         # Where one part is all of it, it adds the residual itself.
-        alone = residual if computed == 0 and (resident == 0 or streamed == 0) else None
+        num_parts = bool(resident) + bool(computed) + len(weight.pieces(streamed))
+        alone = residual if num_parts == 1 else None
         alone = self._optional(alone)
         parts = []
         if resident:
@@ -474,9 +496,10 @@ class PlacedKernels:
             parts.append(multiply(self._kernels, x, weight.resident, bias_part, alone))
         if streamed:
             assert self._streamer is not None, "nothing was said of streaming"
-            bias_part = part_of_bias(resident, resident + streamed, False)
-            with self._streamer.use(weight.staged(streamed)) as staged:
-                parts.append(multiply(self._kernels, x, staged, bias_part, alone))
+            for start, end in weight.pieces(streamed):
+                bias_part = part_of_bias(resident + start, resident + end, False)
+                with self._streamer.use(weight.staged(end, start)) as staged:
+                    parts.append(multiply(self._kernels, x, staged, bias_part, alone))
         if of_host is not None:
             parts.append(self._to_device(of_host))
         out = parts[0] if len(parts) == 1 else self._kernels.join(parts)

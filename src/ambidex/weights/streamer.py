@@ -132,11 +132,17 @@ class Streamer:
         if self._is_async and self._order:
             self._fetch_ahead(len(self._order) - 1)
 
-    def after_replay(self) -> None:
-        """A captured step has been launched: events of its capture are of no use."""
-        is_there, is_free = self._device.copy_in.record(), self._device.compute.record()
+    def arrivals(self) -> dict[StagedRows, Event]:
+        """When what is on its way, and not used yet, is there."""
+        return {rows: staged.is_there for rows, staged in self._ahead.items()}
+
+    def set_arrivals(self, events: Mapping[StagedRows, Event]) -> None:
+        """The same was launched by a captured step: its events are others."""
+        assert self._ahead.keys() == events.keys(), "a step leaves the ring as the one before it"
+        for rows, event in events.items():
+            self._ahead[rows].is_there = event
+        is_free = self._device.compute.record()
         for staged in self._held:
-            staged.is_there = is_there
             if staged.is_free is not None:
                 staged.is_free = is_free
 
