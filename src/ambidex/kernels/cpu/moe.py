@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,6 @@ class MoEOps(NativeBase):
         width = self._check_experts(x, gate_up, down)
         top_k = self._check_routing(x.shape[0], experts, weights)
         out = self._empty(x, width)
-        rows = self._rows(x)
-        self._native.clear_rows(self._context, out.data_ptr(), out.stride(0), rows, width)
 
         def add(result: Tensor, order: int, start: int) -> None:
             self._native.scatter_rows(
@@ -94,7 +93,7 @@ class MoEOps(NativeBase):
                 top_k,
             )
 
-        self._through_experts(x, gate_up, down, experts, activation, width, add)
+        self._through_experts(x, gate_up, down, experts, activation, out, add)
         return out
 
     def expert_outputs(
@@ -110,9 +109,6 @@ class MoEOps(NativeBase):
         width = self._check_experts(x, gate_up, down)
         top_k = self._check_routing(x.shape[0], experts)
         out = self._empty(x, top_k, width)
-        if any(weight is None for weight in gate_up):
-            stride = top_k * width
-            self._native.clear_rows(self._context, out.data_ptr(), stride, self._rows(x), stride)
 
         def put(result: Tensor, order: int, start: int) -> None:
             self._native.spread_rows(
@@ -125,7 +121,7 @@ class MoEOps(NativeBase):
                 width,
             )
 
-        self._through_experts(x, gate_up, down, experts, activation, width, put)
+        self._through_experts(x, gate_up, down, experts, activation, out, put)
         return out
 
     def combine_experts(self, parts: Sequence[Tensor], weights: Tensor, experts: Tensor) -> Tensor:
@@ -175,12 +171,13 @@ class MoEOps(NativeBase):
         down: Sequence[Weight | None],
         experts: Tensor,
         activation: str,
-        width: int,
+        out: Tensor,
         take: Callable[[Tensor, int, int], None],
     ) -> None:
-        """Give ``take`` each expert's results [its rows, width], by rising expert; with the
-        addresses of the choices sorted by expert, and of where in them this expert's begin."""
-        num_experts, top_k = len(gate_up), experts.shape[1]
+        """Clear ``out`` [n, ..., width], and give ``take`` each expert's results [its rows, width],
+        by rising expert; with the addresses of the choices sorted by expert, and of where in them
+        this expert's begin."""
+        num_experts, top_k, width = len(gate_up), experts.shape[1], out.shape[-1]
         if self._rows(x) > 0:
             least, most = (int(value) for value in experts.aminmax())
             if least < 0 or most >= num_experts:
@@ -200,6 +197,9 @@ class MoEOps(NativeBase):
             top_k,
             self._rows(x),
         )
+        # Between the call above and those that its counts may leave out there has to be another.
+        size = math.prod(out.shape[1:])
+        self._native.clear_rows(self._context, out.data_ptr(), out.stride(0), self._rows(x), size)
         for expert, count in enumerate(self._expert_counts(x, places[num_experts:])):
             first, second = gate_up[expert], down[expert]
             if count == 0 or first is None or second is None:
