@@ -462,6 +462,34 @@ def test_work_that_fails_once(
         assert_same(ran, subject.expected)
 
 
+def test_a_part_of_a_prompt_that_fails_once(
+    sim_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads a result of such a step, and the host does nothing in it."""
+    folder = sim_model("llama")
+    limits: dict[str, int] = {"max_num_batched_tokens": 128, "max_model_len": 512}
+    inputs = prompts((300,))
+    expected = run(make_config(folder, **limits), inputs, 4)
+    execute = Stream._execute
+    left = [5]
+
+    def failing(self: Stream, item: Any) -> None:
+        if self.name == "compute":
+            if left[0] == 0:
+                item.work = fail
+            left[0] -= 1
+        execute(self, item)
+
+    ran = run(
+        make_config(folder, SIM, **limits),
+        inputs,
+        4,
+        prepare=lambda _: monkeypatch.setattr(Stream, "_execute", failing),
+    )
+    assert left[0] < 0, "it has failed"
+    assert_same(ran, expected, 4)
+
+
 def fail() -> None:
     raise RuntimeError("the simulated accelerator has fallen off its bus")
 
