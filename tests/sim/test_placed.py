@@ -235,6 +235,7 @@ def test_between_two_matrices_of_the_host_nothing_crosses(lane: Lane) -> None:
     assert not lane.device.owns(inner)
     out = lane.kernels.linear(inner, down_there)
     assert lane.kernels.num_activation_bytes - crossing == x.nbytes
+    lane.device.copy_out.synchronize()
     assert lane.device.copy_out.num_bytes == x.nbytes
     plain = lane.plain
     expected = plain.linear(plain.gated_linear(x, plain.pack(gate_up), "silu"), plain.pack(down))
