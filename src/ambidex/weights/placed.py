@@ -264,6 +264,8 @@ class PlacedKernels:
         if place is not None and not place.resident_rows:
             # What stays on the host as a whole is packed where it stays.
             kept = self._host.inner.pack_parts(parts, precise)
+            if is_paired and kept.shape[0] // 2 % _PANEL_ROWS:
+                place = _Uncut(place, kept.shape[0] // 2)
             return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
         with self._inner.temporary_weights():
             whole = self._host.inner.pack_parts(parts, precise)
