@@ -159,6 +159,27 @@ def test_the_ring_grows_with_what_is_ahead(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_a_ring_that_is_not_filled_evenly(
+    sim_model: Callable[..., Path], enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step leaves at the ring's end does no harm to the next."""
+    streamed = {0: "gate_up", 1: "down", 2: "gate_up", 3: "down", 4: "down"}
+    wanted = {f"layers.{layer}.mlp.{name}.weight" for layer, name in streamed.items()}
+
+    def choose(path: str, parameter: Parameter) -> Place | None:
+        return Place(0, lambda _: num_rows(parameter)) if path in wanted else None
+
+    subject = Subject(sim_model("llama", num_hidden_layers=5), dtype="float32")
+    place_by(monkeypatch, choose)
+    ran = subject.run(enforce_eager=enforce_eager)
+    assert_same(ran, subject.expected)
+    assert_streamed(ran)
+    assert ran.ring_bytes == 2 * 640 * 128 * 4
+    assert ran.ahead_bytes == ran.ring_bytes // 4 * 3
+    assert (ran.num_replays > 0) != enforce_eager
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
 def test_split(subject: Subject, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix in three parts, as far as it has rows."""
     place_by(monkeypatch, lambda _, parameter: thirds(parameter))
@@ -257,7 +278,7 @@ def drawn_place(draw: Any, path: str, kind: type, rows: int) -> Place | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     # Making one small would take minutes.
@@ -309,8 +330,8 @@ def test_fewer_bits(
     ran = subject.run(patterns=patterns, mode="auto" if not patterns else mode)
     assert_same(ran, subject.expected)
     assert_streamed(ran)
-    full = subjects(kind, dtype="float32").run(patterns=patterns or LAYERS, mode="compute")
     if mode == "compute":
+        full = subjects(kind, dtype="float32").run(patterns=patterns, mode="compute")
         share = ran.host_bytes / full.host_bytes
         assert share == pytest.approx(0.5 if "dtype" in options else 0.28, abs=0.02)
     assert (ran.counts["rows_streamed"] > 0) == (mode in ("stream", "split"))
@@ -443,7 +464,7 @@ def test_work_that_fails_once(
     subject = subjects("qwen2", dtype="float32")
     place_by(monkeypatch, lambda _, parameter: thirds(parameter))
     execute = Stream._execute
-    for number in (0, 17, 60, 100):
+    for number in (17, 100) if enforce_eager else (0, 60):
         left = [number]
 
         def failing(self: Stream, item: Any, left: list[int] = left) -> None:

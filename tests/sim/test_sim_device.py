@@ -40,6 +40,20 @@ def device() -> Iterator[SimDevice]:
     made.close()
 
 
+@pytest.fixture
+def make_gate(device: SimDevice) -> Iterator[Callable[[], Event]]:
+    """Events that the test completes, or that are complete when it ends."""
+    gates: list[Event] = []
+
+    def make() -> Event:
+        gates.append(Event(device.clock))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.complete(0.0)
+
+
 # ------------------------------------------------------------------------------------- its spec
 
 
@@ -147,9 +161,11 @@ def test_zeros_are_zero_wherever_they_lie(device: SimDevice) -> None:
     assert (zeros == 0).all()
 
 
-def test_activations_wait_for_memory_that_launches_hold(device: SimDevice) -> None:
+def test_activations_wait_for_memory_that_launches_hold(
+    device: SimDevice, make_gate: Callable[[], Event]
+) -> None:
     """What was launched ahead holds memory until it has run."""
-    gate = Event(device.clock)
+    gate = make_gate()
     device.compute.wait(gate)
     for _ in range(8):
         made = device.empty((1 << 20,), torch.uint8)
@@ -198,11 +214,13 @@ def test_a_copy_needs_one_tensor_of_each(device: SimDevice) -> None:
         device.copy(here, torch.zeros(4))
 
 
-def test_a_tensor_is_poison_until_its_copy_is_done(device: SimDevice) -> None:
+def test_a_tensor_is_poison_until_its_copy_is_done(
+    device: SimDevice, make_gate: Callable[[], Event]
+) -> None:
     host = torch.ones(100)
     there = device.empty((100,), torch.float32)
     there.fill_(5.0)
-    gate = Event(device.clock)
+    gate = make_gate()
     device.copy_in.wait(gate)
     done = device.copy(there, host)
     assert there.isnan().all(), "who reads it now gets no plausible numbers"
@@ -211,7 +229,7 @@ def test_a_tensor_is_poison_until_its_copy_is_done(device: SimDevice) -> None:
     assert torch.equal(there, host)
     # The other way round.
     back = torch.zeros(100)
-    gate = Event(device.clock)
+    gate = make_gate()
     device.copy_out.wait(gate)
     done = device.copy(back, there)
     assert back.isnan().all()
@@ -220,10 +238,12 @@ def test_a_tensor_is_poison_until_its_copy_is_done(device: SimDevice) -> None:
     assert torch.equal(back, host)
 
 
-def test_poison_spares_what_is_still_in_use(device: SimDevice) -> None:
+def test_poison_spares_what_is_still_in_use(
+    device: SimDevice, make_gate: Callable[[], Event]
+) -> None:
     """A buffer that a kernel reads before the copy may begin keeps its numbers until then."""
     there = device.store(torch.ones(100), "staging")
-    gate, seen = Event(device.clock), []
+    gate, seen = make_gate(), []
     device.compute.wait(gate)
     device.compute.launch("reads", lambda: seen.append(there.clone()), 1.0, reads=[there])
     device.copy_in.wait(device.compute.record())

@@ -32,10 +32,6 @@ class Streams:
             self._made[name] = Stream(name, self.clock)
         return self._made[name]
 
-    def gate(self) -> Event:
-        """An event that the test completes."""
-        return Event(self.clock)
-
     def close(self) -> None:
         for stream in self._made.values():
             stream.close()
