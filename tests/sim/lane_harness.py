@@ -116,7 +116,7 @@ def make_config(
     return EngineConfig(
         model=ModelConfig(str(folder), **{"max_model_len": 320, **parts["model"]}),
         cache=CacheConfig(
-            **{"kv_cache_bytes": 16 << 20, "enable_prefix_caching": False, **parts["cache"]}
+            **{"kv_cache_bytes": 4 << 20, "enable_prefix_caching": False, **parts["cache"]}
         ),
         scheduler=SchedulerConfig(
             **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **parts["scheduler"]}

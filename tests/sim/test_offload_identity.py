@@ -149,7 +149,8 @@ def test_all_layers_streamed(
         assert ran.num_replays == 0
 
 
-def test_the_ring_grows_with_what_is_ahead(subject: Subject) -> None:
+def test_the_ring_grows_with_what_is_ahead(subjects: Callable[..., Subject]) -> None:
+    subject = subjects("llama", dtype="float32")
     rings = [
         subject.run(patterns=LAYERS, mode="stream", prefetch_step=ahead, is_async=ahead > 0)
         for ahead in range(3)
@@ -278,7 +279,7 @@ def drawn_place(draw: Any, path: str, kind: type, rows: int) -> Place | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     # Making one small would take minutes.
@@ -378,11 +379,10 @@ def test_quantised_files(
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_smollm2(smollm2: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model as its file holds it, in low bits, and as numbers."""
-    options: dict[str, Any] = {"dtype": dtype, "cpu_threads": 2}
+    options: dict[str, Any] = {"dtype": dtype, "cpu_threads": 2, "kv_cache_bytes": 16 << 20}
     device = SIM.replace("256MiB", "1GiB")
     expected = run(make_config(smollm2, **options), INPUTS, 4)
     cases: dict[str, OffloadConfig] = {
-        "resident": OffloadConfig(),
         "compute": OffloadConfig(patterns=MLPS, mode="compute"),
         "stream": OffloadConfig(patterns=LAYERS, mode="stream"),
     }
@@ -395,7 +395,7 @@ def test_smollm2(smollm2: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(ran, expected, 4)
         is_streamed = name in ("stream", "split")
         assert (ran.counts["rows_streamed"] > 0) == is_streamed, name
-        assert (ran.counts["rows_host"] > 0) == (name not in ("resident", "stream")), name
+        assert (ran.counts["rows_host"] > 0) == (name != "stream"), name
         if name == "stream":
             assert_streamed(ran)
 
@@ -464,7 +464,7 @@ def test_work_that_fails_once(
     subject = subjects("qwen2", dtype="float32")
     place_by(monkeypatch, lambda _, parameter: thirds(parameter))
     execute = Stream._execute
-    for number in (17, 100) if enforce_eager else (0, 60):
+    for number in (17,) if enforce_eager else (0, 60):
         left = [number]
 
         def failing(self: Stream, item: Any, left: list[int] = left) -> None:
@@ -531,7 +531,11 @@ def test_a_step_as_large_as_the_limit(
 ) -> None:
     """More is launched than memory holds at a time: it is waited for, and no clock notices."""
     folder = sim_model("llama", num_hidden_layers=16)
-    limits: dict[str, int] = {"max_num_batched_tokens": 512, "max_model_len": 512}
+    limits: dict[str, int] = {
+        "max_num_batched_tokens": 512,
+        "max_model_len": 512,
+        "kv_cache_bytes": 16 << 20,
+    }
     inputs = prompts((500, 3))
     expected = run(make_config(folder, **limits), inputs, 4)
     config = make_config(folder, SIM, **limits)

@@ -30,7 +30,7 @@ CAPTURED = pytest.mark.parametrize("enforce_eager", [False, True], ids=["capture
 def folder(sim_model: Callable[..., Path]) -> Path:
     """Enough layers that what begins and ends a step is little, and matrices beside whose time a
     copy's latency is."""
-    return sim_model("llama", hidden_size=256, intermediate_size=768, num_hidden_layers=16)
+    return sim_model("llama", hidden_size=256, intermediate_size=768, num_hidden_layers=12)
 
 
 @pytest.fixture
