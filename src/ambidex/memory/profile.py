@@ -1,0 +1,95 @@
+"""What hardware does in a second, as far as the speed of a model depends on it: plain numbers.
+
+A profile comes from the table of common hardware (``hardware_table.py``) or was measured on this
+machine (``device/probe.py``); nobody else may know which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ambidex.memory.cost_model import LinkRate
+
+#: Forms of weights that a processor may have rates of its own for, the widest first. ``intN`` are
+#: those of N bits with scales, whatever file they came from; the host multiplies them with
+#: activations in 8 bits.
+WEIGHT_FORMS = ("float32", "bfloat16", "float16", "int8", "int6", "int5", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """Arithmetic operations a second (two a multiplication and addition) that a product reaches
+    where memory does not hold it up, by the number of its rows (tokens): pairs, ascending. Few rows
+    often reach less than many."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def flops(self, rows: float) -> float:
+        """Between two points the seconds of a row change evenly."""
+        assert self.points
+        low = self.points[0]
+        for high in self.points:
+            if rows <= high[0]:
+                if high[0] == low[0]:
+                    return high[1]
+                share = (rows - low[0]) / (high[0] - low[0])
+                before, after = low[0] / low[1], high[0] / high[1]
+                return rows / (before + share * (after - before)) if rows else high[1]
+            low = high
+        return low[1]
+
+    def scaled(self, factor: float) -> ProductRate:
+        """Of a processor ``factor`` times as fast."""
+        return ProductRate(tuple((rows, flops * factor) for rows, flops in self.points))
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Something that multiplies, and its memory. At most eight of the numbers are constants that
+    no data sheet and no probe gives."""
+
+    name: str
+    #: Of its memory.
+    memory_bytes: int
+    #: Reading of its memory, as reached, not as on the data sheet.
+    bytes_per_s: float
+    #: By form of weights; a form that is missing is as fast as the next wider one.
+    products: Mapping[str, ProductRate]
+    #: Attention of many tokens at once, in operations a second; 0: as a float32 product.
+    attention_flops: float = 0.0
+    #: Attention of single tokens reads keys and values at this rate; 0: as other memory.
+    kv_bytes_per_s: float = 0.0
+    #: A fixed cost of each operation, of each step outside its operations, and of each token that
+    #: a step puts out, in seconds.
+    launch_s: float = 0.0
+    step_s: float = 0.0
+    token_s: float = 0.0
+    #: Cores or threads that compute; 0: a device on its own.
+    num_threads: int = 0
+
+    def product(self, form: str) -> ProductRate:
+        """The rate for weights of ``form``."""
+        index = WEIGHT_FORMS.index(form)
+        for name in (*reversed(WEIGHT_FORMS[: index + 1]), *WEIGHT_FORMS):
+            if name in self.products:
+                return self.products[name]
+        raise AssertionError(f"{self.name} has no rate at all")
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """The host, and the accelerator beside it if there is one."""
+
+    name: str
+    host: Processor
+    device: Processor | None = None
+    #: To the device, and from it.
+    link: LinkRate | None = None
+    link_back: LinkRate | None = None
+    #: One crossing within a step: what is left of the latency when host and device hand over.
+    sync_s: float = 0.0
+    #: table | measured
+    origin: str = "table"
+    #: Where the numbers are from: a line each.
+    sources: tuple[str, ...] = field(default=())
