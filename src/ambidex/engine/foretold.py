@@ -35,7 +35,8 @@ class StepSpeed:
 
 
 class Foretelling:
-    """Adds up what steps take beside what ``predict(load)`` says that they take, in seconds.
+    """Adds up what steps take beside what ``predict(load)`` says that they take, in seconds;
+    nothing where there is no prediction.
 
     Steps that compute prompts and outputs together are left out, and so is all that follows the
     first ``JUDGED_STEPS``: the report is of the machine as it was at the start.
@@ -43,7 +44,7 @@ class Foretelling:
 
     def __init__(
         self,
-        predict: Callable[[StepLoad], float],
+        predict: Callable[[StepLoad], float] | None,
         strain: Callable[[], Strain] = read_strain,
     ) -> None:
         self._predict = predict
@@ -58,7 +59,7 @@ class Foretelling:
 
     def record(self, decision: Decision, seconds: float) -> None:
         """One step, and how long it took from the decision to its outputs."""
-        if self.is_judged:
+        if self._predict is None or self.is_judged:
             return
         load = _load(decision)
         if load is None:
