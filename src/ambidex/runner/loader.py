@@ -21,15 +21,17 @@ except Exception as error:  # A broken installation fails in many ways.
         "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
     ) from error
 
+from ambidex.checkpoint_names import NameTable
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
+from ambidex.memory.architectures import model_config
 from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
@@ -42,7 +44,7 @@ from ambidex.memory.sizing import (
     resolve_max_model_len,
     size_kv_cache,
 )
-from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.models.registry import CausalLM, build_model
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused

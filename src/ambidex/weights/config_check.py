@@ -126,7 +126,7 @@ _EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
     """Raise InvalidModelError for a field of a wrong kind or one that contradicts the weights,
     UnsupportedModelError for a way of quantisation that cannot be read. ``config`` is that of the
-    language model (``models.registry.model_config``)."""
+    language model (``memory.architectures.model_config``)."""
     _check_quantization(config, checkpoint)
     _check_kinds(config.source, "", config.values, _FIELDS)
     for name in ("rope_scaling", "rope_parameters"):

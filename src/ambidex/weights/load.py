@@ -45,7 +45,7 @@ class LoadableParameter(Protocol):
 
 
 class Names(Protocol):
-    """See ``layers.module.NameTable``."""
+    """See ``checkpoint_names.NameTable``."""
 
     def find(self, name: str) -> tuple[str, str] | None: ...
 
