@@ -80,6 +80,7 @@ WITHOUT_TORCH = [
     "ambidex.memory.nodes",
     "ambidex.memory.operations",
     "ambidex.memory.placement",
+    "ambidex.memory.public_shapes",
     "ambidex.memory.profile",
     "ambidex.memory.sizing",
     "ambidex.memory.weight_patterns",
@@ -92,6 +93,7 @@ WITHOUT_TORCH = [
     "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
+    "ambidex.weights.shape",
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ambidex import checkpoint_names
 from ambidex.checkpoint_names import WHOLE, Names, NameTable, check_part
-from ambidex.config import CheckpointConfig, config_errors
+from ambidex.config import CheckpointConfig, config_errors, rope_parameters
 from ambidex.errors import UnsupportedModelError
 from ambidex.memory.model_shape import KVShape
 from ambidex.memory.weight_places import WeightKind
@@ -80,6 +80,8 @@ class Architecture:
     names: NameTable
     weights: list[WeightSpec] = field(default_factory=list)
     layers: list[LayerKV] = field(default_factory=list)
+    #: Of each position: cosines and sines of all rotations, in float32.
+    rope_bytes: int = 0
 
     def kv_shapes(self, dtype: str) -> tuple[KVShape, ...]:
         """Layers of one shape and window, in the native layout; int8 has a float32 scale for each
@@ -115,6 +117,10 @@ class Architecture:
         return found
 
     # ------------------------------------------------------------------- as layers/* builds them
+
+    def rope(self, head_dim: int, parameters: Mapping[str, Any]) -> None:
+        share = parameters.get("partial_rotary_factor") or 1.0
+        self.rope_bytes += 2 * 4 * -(-int(head_dim * share) // 2)
 
     def vector(self, path: str, size: int, parts: Mapping[str, int] | None = None) -> None:
         self._add(path, 1, WeightKind.VECTOR, parts or {"": size})
@@ -233,6 +239,20 @@ def architecture_of(config: CheckpointConfig, *, planned: bool = False) -> Archi
 def head_size(config: CheckpointConfig) -> int:
     hidden, heads = config.require("hidden_size"), config.require("num_attention_heads")
     return int(config.get("head_dim", hidden // heads))
+
+
+def gemma3_ropes(config: CheckpointConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same of full and of sliding layers."""
+    by_kind = config.get("rope_parameters", {})
+    if "full_attention" in by_kind or "sliding_attention" in by_kind:
+        full, sliding = (
+            dict(by_kind.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
+        )
+    else:
+        full, sliding = rope_parameters(config), {}
+    if sliding.get("rope_theta") is None:
+        sliding["rope_theta"] = config.get("rope_local_base_freq", 10000.0)
+    return full, sliding
 
 
 def mistral_window(config: CheckpointConfig, layer: int) -> int | None:
@@ -365,6 +385,7 @@ def _decoder(
         hidden, vocab = config.require("hidden_size"), config.require("vocab_size")
         is_tied = config.get("tie_word_embeddings", False)
         model.embedding(vocab, hidden, is_tied=is_tied)
+        model.rope(head_size(config), rope_parameters(config))
         for layer in range(config.require("num_hidden_layers")):
             model.vector(f"layers.{layer}.attention_norm.weight", hidden)
             seen = window(config, layer)
@@ -382,7 +403,11 @@ def _gemma3(model: Architecture, config: CheckpointConfig) -> None:
     hidden, vocab = config.require("hidden_size"), config.require("vocab_size")
     is_tied = config.get("tie_word_embeddings", True)
     model.embedding(vocab, hidden, is_tied=is_tied)
-    for layer, slides in enumerate(gemma3_slides(config)):
+    windows = gemma3_slides(config)
+    for kind, parameters in enumerate(gemma3_ropes(config)):
+        if bool(kind) in windows:
+            model.rope(config.require("head_dim"), parameters)
+    for layer, slides in enumerate(windows):
         window = config.require("sliding_window") if slides else None
         model.vector(f"layers.{layer}.attention_norm.weight", hidden)
         _attention(model, config, layer, window, is_normed=True)
@@ -436,6 +461,7 @@ def _mllama(model: Architecture, config: CheckpointConfig) -> None:
     kv_heads = config.get("num_key_value_heads", heads)
     crossing: Sequence[int] = config.require("cross_attention_layers")
     model.embedding(vocab + 8, hidden, is_tied=False)
+    model.rope(size, rope_parameters(config))
     for layer in range(config.require("num_hidden_layers")):
         path = f"layers.{layer}"
         model.vector(f"{path}.attention_norm.weight", hidden)

@@ -15,8 +15,8 @@ from ambidex.layers.embedding import Embedding, LMHead
 from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.module import BuildContext, Module
 from ambidex.layers.norm import RMSNorm
-from ambidex.layers.rope import Rope, make_rope, rope_parameters
-from ambidex.memory.architectures import gemma3_slides
+from ambidex.layers.rope import Rope, make_rope
+from ambidex.memory.architectures import gemma3_ropes, gemma3_slides
 from ambidex.models.qwen3 import NormedAttention
 
 
@@ -93,15 +93,7 @@ class Gemma3Text(Module):
 
 def make_ropes(context: BuildContext, config: CheckpointConfig) -> tuple[Rope, Rope]:
     """The rotations of full and of sliding layers, from either spelling of a config.json."""
-    by_kind = config.get("rope_parameters", {})
-    if "full_attention" in by_kind or "sliding_attention" in by_kind:
-        full, sliding = (
-            dict(by_kind.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
-        )
-    else:
-        full, sliding = rope_parameters(config), {}
-    if sliding.get("rope_theta") is None:
-        sliding["rope_theta"] = config.get("rope_local_base_freq", 10000.0)
+    full, sliding = gemma3_ropes(config)
     head_dim = config.require("head_dim")
     return (
         make_rope(context, config, head_dim, theta=1e6, parameters=full),

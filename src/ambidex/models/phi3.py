@@ -6,9 +6,9 @@ Abdin et al. 2024 (arXiv 2404.14219).
 from __future__ import annotations
 
 from ambidex import checkpoint_names
-from ambidex.config import CheckpointConfig
+from ambidex.config import CheckpointConfig, rope_parameters
 from ambidex.layers.module import BuildContext, Module
-from ambidex.layers.rope import Rope, make_rope, rope_parameters
+from ambidex.layers.rope import Rope, make_rope
 from ambidex.memory.architectures import head_size, plain_window
 from ambidex.models.llama import Llama, LlamaAttention
 

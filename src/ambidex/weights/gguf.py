@@ -74,8 +74,11 @@ class GGUFSource:
 
     quantization: str | None = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self.headers = [read_gguf_header(part) for part in split_parts(path)]
+    def __init__(self, path: Path, *, header_only: bool = False) -> None:
+        """``header_only``: to plan with; the files may end behind their headers."""
+        self.headers = [
+            read_gguf_header(part, header_only=header_only) for part in split_parts(path)
+        ]
         self.files = [header.path for header in self.headers]
         #: The first part, which has the metadata.
         self.header = self.headers[0]
