@@ -125,6 +125,15 @@ class GGUFSource:
                 f"Supported are {', '.join(sorted(DEQUANTISABLE))}."
             )
 
+    @property
+    def missing_bytes(self) -> int:
+        """What the files lack of their tensors; without ``header_only`` always 0."""
+        return sum(
+            max(0, max(info.offset + info.num_bytes for info in infos) - len(header.buffer))
+            for header in self.headers
+            if (infos := header.tensors.values())
+        )
+
     def names(self) -> list[str]:
         return list(self._tensors)
 

@@ -277,6 +277,12 @@ def _open(model: str, config: EngineConfig, overrides: Mapping[str, Any]) -> _Fo
         return _opened(model, open_checkpoint(path, overrides), notes)
     if path.suffix.lower() == ".gguf" or _is_gguf(path):
         source = GGUFSource(path, header_only=True)
+        missing = source.missing_bytes
+        if missing:
+            notes = (
+                f"{path} lacks the last {missing} bytes of its weights: it can be planned with, "
+                "not loaded.",
+            )
         return _opened(model, gguf_checkpoint(path, source, overrides), notes)
     bare = CheckpointConfig(read_config(path, overrides), str(path))
     return _open_bare(model, bare, path, notes)
@@ -414,8 +420,9 @@ def _quantizer(table: Mapping[str, Any], source: str) -> Callable[[int], Form] |
         split = split_group(group, columns) if type(group) is int else None
         if split is None:
             raise InvalidModelError(
-                f"{source}: quantization_config.group_size is {size!r:.40}, which does not divide "
-                f"rows of {columns} columns."
+                f"{source}: {size!r:.40} columns share a scale (quantization_config), and a matrix "
+                f"has rows of {columns} columns. Supported are 16, 32, 64, multiples of 128 and "
+                "whole rows, where they divide it."
             )
         if is_bnb:
             return Form(4, split[0], scale_bytes=4)
