@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import quantised_checkpoints as files
 from gguf.constants import GGMLQuantizationType, GGUFValueType
 from test_quantized_source import CASES, make
 
-from ambidex.config import CacheConfig, CheckpointConfig, EngineConfig, ModelConfig
+from ambidex.config import (
+    CacheConfig,
+    CheckpointConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+)
 from ambidex.errors import (
     InvalidModelError,
     ModelNotFoundError,
@@ -33,7 +41,7 @@ from ambidex.weights.shape import model_shape
 
 Folder = Callable[..., Path]
 #: Of the models that ``hf_folder`` makes.
-NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "phi3")
+NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "phi3", "mistral", "opt")
 LLAMA = {
     "model_type": "llama",
     "tie_word_embeddings": False,
@@ -85,7 +93,7 @@ class Loaded:
                 for path, p in parameters.items()
             ]
             self.held = {path: p.held_bytes for path, p in lane.runner.model.named_parameters()}
-            self.ledger = lane.ledgers[0].snapshot().accounts["weights"]
+            self.ledger = lane.ledgers[0].snapshot().accounts.get("weights", 0)
             self.kv = [
                 (len(g.layers), g.num_kv_heads, g.head_dim, g.window, g.bytes_per_token)
                 for g in lane.groups
@@ -145,6 +153,30 @@ def test_plain_checkpoints(
             assert (one.num_bytes, one.form) == (other.num_bytes, other.form)
             assert sorted(one.names) == sorted(other.names)
     assert (bare.kv, bare.max_positions) == (shape.kv, shape.max_positions)
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("offload_bytes", [0, 100_000])
+def test_beside_an_accelerator(
+    hf_folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str | None,
+    offload_bytes: int,
+) -> None:
+    """The same bytes, wherever they lie."""
+    device = DeviceConfig("sim:memory=128MiB,core_bandwidth=10GB/s,core_flops=50G,speed=4")
+    config = replace(
+        engine(hf_folder("mixtral"), quantization=quantization),
+        device=device,
+        offload=OffloadConfig(cpu_offload_bytes=offload_bytes, moe_expert_cache="off"),
+        enforce_eager=True,
+    )
+    shape = model_shape(config.model.model, config)
+    loaded = Loaded(config, monkeypatch)
+    assert {weight.path: weight.num_bytes for weight in shape.weights} == loaded.planned
+    assert {weight.path: weight.num_bytes for weight in shape.weights} == loaded.held
+    assert shape.modules == loaded.modules
+    assert loaded.ledger >= offload_bytes
 
 
 @pytest.mark.parametrize("kind", GGUF_KINDS)
