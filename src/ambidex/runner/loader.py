@@ -31,7 +31,6 @@ from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
-from ambidex.memory.architectures import model_config
 from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
@@ -44,7 +43,7 @@ from ambidex.memory.sizing import (
     resolve_max_model_len,
     size_kv_cache,
 )
-from ambidex.models.registry import CausalLM, build_model
+from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
