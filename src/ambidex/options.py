@@ -540,7 +540,9 @@ def _settled(layers: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
     mentions = ([one for one in layer if one.option.dest == "device"] for layer in layers)
     named = next(filter(None, mentions), [])
     device = convert(named[-1].option, named[-1].raw, named[-1].where) if named else "auto"
-    has_accelerator = DeviceConfig(device).names_accelerator
+    has_accelerator = DeviceConfig(device).names_accelerator or any(
+        one.option.is_accelerator for layer in layers for one in layer
+    )
     return [
         [replace(one, option=settle(one.option, has_accelerator)) for one in layer]
         for layer in layers
