@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "ambidex"
 
 BASE = {
     "cgroups",
+    "checkpoint_names",
     "errors",
     "config",
     "logs",
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": {"kernels"},
     "kv": {"memory", "device"},
     "layers": {"device", "kernels", "quant", "kv"},
-    "models": {"layers"},
+    "models": {"layers", "memory.architectures"},
     "weights": {"memory", "device", "quant"},
     "runner": DATA_PLANE,
     "engine": {"memory", "kv", "runner", "weights.headers"},
@@ -70,6 +71,8 @@ WITHOUT_TORCH = [
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
+    "ambidex.checkpoint_names",
+    "ambidex.memory.architectures",
     "ambidex.memory.compression",
     "ambidex.memory.expert_cache",
     "ambidex.memory.host",
@@ -78,6 +81,7 @@ WITHOUT_TORCH = [
     "ambidex.memory.nodes",
     "ambidex.memory.operations",
     "ambidex.memory.placement",
+    "ambidex.memory.public_shapes",
     "ambidex.memory.profile",
     "ambidex.memory.sizing",
     "ambidex.memory.weight_patterns",
@@ -90,6 +94,7 @@ WITHOUT_TORCH = [
     "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
+    "ambidex.weights.shape",
 ]
 
 

@@ -21,13 +21,14 @@ except Exception as error:  # A broken installation fails in many ways.
         "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
     ) from error
 
+from ambidex.checkpoint_names import NameTable
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.expert_cache import MAX_ROWS
