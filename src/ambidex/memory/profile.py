@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ambidex.memory.cost_model import LinkRate
+from ambidex.memory.rates import LinkRate
 
 #: Forms of weights that a processor may have rates of its own for, the widest first. ``intN`` are
 #: those of N bits with scales, whatever file they came from; the host multiplies them with
@@ -89,6 +89,11 @@ class HardwareProfile:
     link_back: LinkRate | None = None
     #: One crossing within a step: what is left of the latency when host and device hand over.
     sync_s: float = 0.0
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4
+    #: What the host's memory gives to everyone together: the processor's reading and copies; 0: no
+    #: more than the processor alone reads.
+    dram_bytes_per_s: float = 0.0
     #: table | measured
     origin: str = "table"
     #: Where the numbers are from: a line each.
