@@ -1,5 +1,5 @@
-"""What placements of a large model reach on paper: the cost model's ``auto`` against pure streaming,
-pure computing, and the bound that no placement can be faster than.
+"""What placements of a large model reach on paper: ``auto`` against pure streaming, pure
+computing, and the bound that no placement can be faster than.
 
     python benchmarks/on_paper.py [--record]
 
@@ -50,9 +50,7 @@ def llama_like(
         columns = columns or (1 if kind is WeightKind.VECTOR else hidden)
         size = rows * columns * bytes_per_weight
         is_paired = path.endswith("gate_up.weight")
-        weights.append(
-            WeightShape(path, rows, columns, kind, form, size, 1, 1, (), is_paired)
-        )
+        weights.append(WeightShape(path, rows, columns, kind, form, size, 1, 1, (), is_paired))
 
     add("embedding.weight", vocab, WeightKind.TABLE)
     for i in range(layers):
@@ -139,7 +137,9 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"{self.shape.name}, bf16, {self.shape.weight_bytes / 1e9:.0f} GB; {self.profile.name}"
+        return (
+            f"{self.shape.name}, bf16, {self.shape.weight_bytes / 1e9:.0f} GB; {self.profile.name}"
+        )
 
 
 def cases() -> list[Case]:
@@ -242,7 +242,8 @@ def report(case: Case) -> Iterator[str]:
     yield ""
     yield (
         f"`auto` is mode {placed.mode}: {placed.device_bytes / 1e9:.1f} GB on the device beside a "
-        f"ring of {placed.staging_bytes / 1e9:.1f} GB, {placed.host_bytes / 1e9:.1f} GB on the host."
+        f"ring of {placed.staging_bytes / 1e9:.1f} GB, {placed.host_bytes / 1e9:.1f} GB on the "
+        "host."
     )
     yield ""
     yield (

@@ -270,9 +270,7 @@ def test_the_slower_way_is_not_taken_by_itself() -> None:
     streams = plan(modules, device, profile=slow_host)
     assert streams.split_table is None or streams.split_table.share(1) > 0.95
     # A limit on the link makes it the slower way.
-    limited = plan(
-        modules, device, profile=machine(50e9, 20e9, 1e13), link_limit_bytes_per_s=1e8
-    )
+    limited = plan(modules, device, profile=machine(50e9, 20e9, 1e13), link_limit_bytes_per_s=1e8)
     assert limited.mode == "compute"
 
 

@@ -7,8 +7,9 @@ computing. With an accelerator beside the host each product runs where its weigh
   and back. SPLIT: both at once, each with its rows, so the longer one counts; the host's path has
   both crossings.
 - What is streamed (STREAM, and some of a SPLIT's rows) is copied ahead of its use and beside the
-  products, as far as the ring reaches: layers in a row that stream take the longer of their products
-  and their copies, and layers before them that do not stream hide no more than fills the ring.
+  products, as far as the ring reaches: layers in a row that stream take the longer of their
+  products and their copies, and layers before them that do not stream hide no more than fills the
+  ring.
 - Copies come out of the host's memory, so that what the CPU reads meanwhile comes slower, and they
   cross the device's memory twice, written and read.
 """
@@ -67,7 +68,7 @@ class _Item(NamedTuple):
     num_rows: int
     host_rows: int
     is_head: bool
-    count: int
+    number: int
     #: Of them: those whose input crosses to the host, and whose output crosses back; between the
     #: two products of an MLP nothing does.
     num_in: int
@@ -197,14 +198,18 @@ class CostModel:
                 weight = item.weight
                 numbers = rows * self.profile.activation_bytes
                 is_elsewhere = item.placement in (Placement.HOST, Placement.SPLIT)
+                host = product_parts(self._host, weight, rows) if is_elsewhere else (0.0, 0.0)
+                device = product_parts(self._lane, weight, rows)
                 parts.append(
                     _Parts(
-                        item,
-                        rows,
-                        *product_parts(self._lane, weight, rows),
-                        *(product_parts(self._host, weight, rows) if is_elsewhere else (0, 0)),
-                        item.num_in * numbers * weight.columns,
-                        item.num_out * numbers * item.num_rows,
+                        item=item,
+                        num_tokens=rows,
+                        device_read=device[0],
+                        device_compute=device[1],
+                        host_read=host[0],
+                        host_compute=host[1],
+                        bytes_in=item.num_in * numbers * weight.columns,
+                        bytes_out=item.num_out * numbers * item.num_rows,
                     )
                 )
             found.append((segment, tuple(parts)))
@@ -238,7 +243,7 @@ class CostModel:
             link_bytes, num_copies, course = 0.0, 0, 0.0
             for p in parts:
                 item = p.item
-                count = item.count
+                count = item.number
                 if not p.num_tokens:
                     continue
                 host_share = item.host_rows / item.num_rows
@@ -344,9 +349,7 @@ def _is_head(weight: WeightShape) -> bool:
     return weight.kind is WeightKind.TIED or weight.path.startswith("head.")
 
 
-def _segments(
-    shape: ModelShape, places: Mapping[str, WeightPlace] | None
-) -> tuple[_Segment, ...]:
+def _segments(shape: ModelShape, places: Mapping[str, WeightPlace] | None) -> tuple[_Segment, ...]:
     """Equal weights together: 80 layers are as quick as one."""
     layers: list[tuple[int | None, list[WeightShape]]] = []
     heads = [weight for weight in shape.weights if _is_head(weight)]
@@ -393,7 +396,7 @@ def _segments(
                 items[key] = item
             else:
                 items[key] = known._replace(
-                    count=known.count + 1,
+                    number=known.number + 1,
                     num_in=known.num_in + item.num_in,
                     num_out=known.num_out + item.num_out,
                 )
@@ -413,10 +416,10 @@ def _item(weight: WeightShape, place: WeightPlace | None) -> _Item:
 def bound(
     profile: HardwareProfile, shape: ModelShape, resident_bytes: float, load: StepLoad
 ) -> float:
-    """Seconds that no step can be shorter than while ``resident_bytes`` of the weights that products
-    use are on the device, whatever is streamed and computed of the others: everything at once,
-    nothing waits. max((resident + 2 x streamed + KV) / HBM, GPU flops / rate, offloaded / DRAM, CPU
-    flops / rate, streamed / link), the least over all shares of streamed rows.
+    """Seconds that no step can be shorter than while ``resident_bytes`` of the weights that
+    products use are on the device, whatever is streamed and computed of the others: everything at
+    once, nothing waits. max((resident + 2 x streamed + KV) / HBM, GPU flops / rate, offloaded /
+    DRAM, CPU flops / rate, streamed / link), the least over all shares of streamed rows.
     """
     device, host, link = profile.device, profile.host, profile.link
     assert device is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ambidex.config import OffloadConfig
+from ambidex.config import OffloadConfig, SchedulerConfig
 from ambidex.memory.cost_model import CostModel
 from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.operations import StepLoad
@@ -37,6 +37,12 @@ class Mix:
             StepLoad(self.num_seqs, 1, context),
             StepLoad(1, self.chunk_tokens, self.chunk_tokens),
         )
+
+
+def typical_mix(shape: ModelShape, limits: SchedulerConfig, kv_bytes: int) -> Mix:
+    """``kv_bytes``: of the KV cache, which bounds how many requests run at once."""
+    at_once = kv_bytes // max(shape.kv_bytes_per_token * TYPICAL_PROMPT, 1)
+    return Mix(max(min(limits.max_num_seqs, at_once), 1), limits.max_num_batched_tokens)
 
 
 class Judge:

@@ -335,8 +335,8 @@ class _Planner(Drafts):
         ]
         if all(other is not None and other.places == draft.places for other in others):
             yield (
-                "What is on the host is computed there, not streamed: of experts and of tables that "
-                "are looked up a step uses little."
+                "What is on the host is computed there, not streamed: of experts and of tables "
+                "that are looked up a step uses little."
             )
             return
         host, link = (

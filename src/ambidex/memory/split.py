@@ -28,7 +28,7 @@ class SplitTable:
 
 
 def streamed_rows(share: float, num_rows: int) -> int:
-    """Of ``num_rows`` rows in the host's memory, those that are copied: a multiple of 64, or all."""
+    """Of ``num_rows`` rows of the host, those that are copied: a multiple of 64, or all."""
     if share >= 1.0:
         return num_rows
     return min(int(share * num_rows / ROW_UNIT + 0.5) * ROW_UNIT, num_rows)
