@@ -82,6 +82,7 @@ WITHOUT_TORCH = [
     "ambidex.memory.placement",
     "ambidex.memory.planner",
     "ambidex.memory.profile",
+    "ambidex.memory.proposals",
     "ambidex.memory.rates",
     "ambidex.memory.sizing",
     "ambidex.memory.split",

@@ -40,11 +40,16 @@ def machine(
     """A device that reads 1 TB/s and computes 10 TFLOP/s."""
     return HardwareProfile(
         "made up",
-        host=Processor("host", 1 << 50, host, {"float32": ProductRate(((1, host_flops),))}),
+        host=Processor(
+            "host",
+            1 << 50,
+            host,
+            {"float32": ProductRate(((1, host_flops),))},
+            shared_bytes_per_s=dram,
+        ),
         device=Processor("device", 1 << 50, 1e12, {"float32": ProductRate(((1, 1e13),))}),
         link=LinkRate(link),
         sync_s=1e-6,
-        dram_bytes_per_s=dram,
     )
 
 

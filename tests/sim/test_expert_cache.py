@@ -31,11 +31,11 @@ from ambidex.memory.placement import (
     WeightKind,
     plan_placement,
 )
+from ambidex.memory.planner import plan_with_cache
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner import loader
-from ambidex.runner.placing import plan_with_cache
 from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
 from ambidex.weights.placed import PlacedKernels
 

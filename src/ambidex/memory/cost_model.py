@@ -125,7 +125,7 @@ class CostModel:
         link = profile.link or LinkRate(math.inf)
         self._link = link.limited(link_limit)
         self._link_back = profile.link_back or link
-        self._dram = max(profile.dram_bytes_per_s, profile.host.bytes_per_s)
+        self._dram = profile.host.total_bytes_per_s
         self._segments = _segments(shape, places)
         items = [item for segment in self._segments for item in segment.items]
         self.has_split = any(item.placement is Placement.SPLIT for item in items)
@@ -320,12 +320,14 @@ class CostModel:
         steps = lane.step_s + load.num_seqs * lane.token_s
         total, fixed = total + steps, fixed + steps
         spend(FIXED, steps)
+        hbm_read = busy[HBM]
         busy[DRAM] += copied_bytes / self._dram
         if not is_host_lane:
-            busy[HBM] += copied_bytes / lane.bytes_per_s
-        # Whatever the order, a memory does not give more than it can.
+            busy[HBM] += copied_bytes / lane.total_bytes_per_s
+        # Whatever the order, a memory does not give more than it can to all together.
         shared_dram = (host_bytes + copied_bytes) / self._dram if copied_bytes else 0.0
-        for name, seconds in ((DRAM, shared_dram), (HBM, 0.0 if is_host_lane else busy[HBM])):
+        shared_hbm = (hbm_read * lane.bytes_per_s + copied_bytes) / lane.total_bytes_per_s
+        for name, seconds in ((DRAM, shared_dram), (HBM, 0.0 if is_host_lane else shared_hbm)):
             if seconds > total:
                 total = seconds
                 held[name] = seconds
@@ -442,14 +444,13 @@ def bound(
     kv_s = sum(read for read, _ in attention)
     attention_s = sum(compute for _, compute in attention)
     gone = max(total - resident_bytes, 0.0)
-    dram = max(profile.dram_bytes_per_s, host.bytes_per_s)
 
     def seconds(streamed: float) -> float:
         computed = gone - streamed
         return max(
             (total - gone + 2 * streamed) / device.bytes_per_s + kv_s,
             device_compute * (1 - computed / total) + attention_s,
-            gone / dram,
+            gone / host.total_bytes_per_s,
             host_compute * computed / total,
             streamed / link.bytes_per_s,
         )

@@ -67,6 +67,14 @@ class Processor:
     token_s: float = 0.0
     #: Cores or threads that compute; 0: a device on its own.
     num_threads: int = 0
+    #: What its memory gives to everyone together, copies over the link included; 0: no more than
+    #: the processor alone reads.
+    shared_bytes_per_s: float = 0.0
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        """Of its memory, for everyone together."""
+        return max(self.shared_bytes_per_s, self.bytes_per_s)
 
     def product(self, form: str) -> ProductRate:
         """The rate for weights of ``form``."""
@@ -91,9 +99,6 @@ class HardwareProfile:
     sync_s: float = 0.0
     #: Of a number of activations where it crosses the link.
     activation_bytes: int = 4
-    #: What the host's memory gives to everyone together: the processor's reading and copies; 0: no
-    #: more than the processor alone reads.
-    dram_bytes_per_s: float = 0.0
     #: table | measured
     origin: str = "table"
     #: Where the numbers are from: a line each.

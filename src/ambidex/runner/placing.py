@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from ambidex.errors import OutOfMemory
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
 from ambidex.layers.moe import MoE
 from ambidex.memory.expert_cache import expert_capacities
 from ambidex.memory.judge import typical_mix
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape, form_of
 from ambidex.memory.placement import (
-    ModuleSize,
     Placement,
-    PlacementPlan,
     WeightKind,
     WeightPlace,
     describe,
     plan_placement,
 )
+from ambidex.memory.planner import CACHE_DIVISOR, plan_with_cache
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.split import SplitTable, streamed_rows
 from ambidex.weights.expert_slots import ExpertSlots, HostExperts
@@ -34,15 +31,12 @@ if TYPE_CHECKING:
     from ambidex.config import EngineConfig, OffloadConfig
     from ambidex.device.base import Accelerator
     from ambidex.kv.block import KVGroup
-    from ambidex.memory.rates import ComputeRate
+    from ambidex.memory.rates import ComputeRate, LinkRate
     from ambidex.memory.step_memory import StepSizes
     from ambidex.models.registry import CausalLM
     from ambidex.runner.hands import Hands
 
 logger = logging.getLogger(__name__)
-
-#: This part of the accelerator's memory is for copies of experts, where some are on the host.
-CACHE_DIVISOR = 10
 
 
 def placed_weights(model: CausalLM) -> list[Ordered]:
@@ -132,31 +126,30 @@ def is_on_host(weight: object) -> bool:
 
 
 def accelerated_profile(accelerator: Accelerator, num_threads: int) -> HardwareProfile:
-    """The machine as an accelerator's own rates have it. Its clock lets copies and the host's
-    reading go on side by side, each at its full rate."""
+    """The machine as an accelerator's own rates have it. Its clock lets copies and whoever reads
+    the same memory go on side by side, each at its full rate."""
     rate, host_rate = accelerator.rate, accelerator.host_rate(num_threads)
     link = accelerator.link
     return HardwareProfile(
         name=accelerator.name,
-        host=_processor("host", host_rate, num_threads),
-        device=_processor(accelerator.name, rate, 0, accelerator.ledger.capacity_bytes),
+        host=_processor("host", host_rate, link, num_threads),
+        device=_processor(accelerator.name, rate, link),
         link=link,
         link_back=link,
         sync_s=link.latency_s,
-        dram_bytes_per_s=host_rate.bytes_per_s + link.bytes_per_s,
         origin="measured",
     )
 
 
-def _processor(name: str, rate: ComputeRate, num_threads: int, memory_bytes: int = 0) -> Processor:
-    products = {"float32": ProductRate(((1, rate.flops),))}
+def _processor(name: str, rate: ComputeRate, link: LinkRate, num_threads: int = 0) -> Processor:
     return Processor(
         name,
-        memory_bytes,
+        0,
         rate.bytes_per_s,
-        products,
+        {"float32": ProductRate(((1, rate.flops),))},
         launch_s=rate.launch_s,
         num_threads=num_threads,
+        shared_bytes_per_s=rate.bytes_per_s + link.bytes_per_s,
     )
 
 
@@ -270,41 +263,6 @@ def plan_places(
             "--offload-compress has no effect yet: streamed weights cross the link as they are."
         )
     return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
-
-
-def plan_with_cache(
-    modules: Sequence[ModuleSize],
-    plan_within: Callable[[int], PlacementPlan],
-    budget: int,
-    share: int,
-    mode: str,
-) -> tuple[PlacementPlan, int]:
-    """A plan for ``budget`` bytes, and what of them is for copies of the host's experts: up to
-    ``share``.
-
-    Where a plan leaves less, and ``mode`` is auto, more experts leave the accelerator to make room:
-    a cache of those that are used most serves more tokens than experts of some layers. Other
-    weights stay where they are.
-    """
-    plan = plan_within(budget)
-    experts = [module for module in modules if module.is_expert]
-    if mode == "off" or not _host_bytes(plan, experts):
-        return plan, 0
-    if mode == "auto":
-        others = [module.path for module in modules if not module.is_expert]
-        with contextlib.suppress(OutOfMemory):  # What was asked for allows of no less.
-            smaller = plan_within(max(budget - share, 0))
-            if all(smaller.places[path] == plan.places[path] for path in others):
-                plan = smaller
-    left = budget - plan.device_bytes - plan.staging_bytes
-    return plan, min(share, left, _host_bytes(plan, experts))
-
-
-def _host_bytes(plan: PlacementPlan, modules: Sequence[ModuleSize]) -> int:
-    """Of weights that are as a whole in one memory."""
-    places = plan.places
-    on_host = (m for m in modules if places[m.path].placement is not Placement.RESIDENT)
-    return sum(module.num_bytes for module in on_host)
 
 
 def _num_rows(parameter: Parameter) -> int:
