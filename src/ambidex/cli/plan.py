@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if resolved is None:
         return 0
     _check(resolved)
-    config = _typed(resolved, resolved.engine_config())
+    config = _beside_gpu(resolved, resolved.engine_config())
     for note in resolved.notes:
         say(f"ambidex: {note}")
 
@@ -59,7 +59,13 @@ def main(argv: Sequence[str]) -> int:
     shape = model_shape(config.model.model, config)
     profile = _profile(resolved, config)
     try:
-        plan = make_plan(shape, profile, config, **lengths)
+        plan = make_plan(
+            shape,
+            profile,
+            config,
+            reshape=lambda other: model_shape(config.model.model, other),
+            **lengths,
+        )
     except OutOfMemory as error:
         if values["plan.json"]:
             print(json.dumps(refused_json(error, shape, profile, lengths), ensure_ascii=False))
@@ -98,14 +104,18 @@ def _check(resolved: Resolved) -> None:
         )
 
 
-def _typed(resolved: Resolved, config: EngineConfig) -> EngineConfig:
-    """With what ``--dtype auto`` means beside a GPU: half the bytes, as vLLM has it there. (Lanes on
-    this machine hold plain weights in float32.)"""
+def _beside_gpu(resolved: Resolved, config: EngineConfig) -> EngineConfig:
+    """The configuration of a lane with the GPU that is named: ``--dtype auto`` is half the bytes, as
+    vLLM has it there. (Lanes of this machine hold plain weights in float32.)"""
     from dataclasses import replace
 
-    if resolved.values["plan.gpu"] is None or config.model.dtype != "auto":
+    if resolved.values["plan.gpu"] is None:
         return config
-    return replace(config, model=replace(config.model, dtype="bfloat16"))
+    model = config.model
+    if model.dtype == "auto":
+        model = replace(model, dtype="bfloat16")
+    # A configuration file may name a device of this machine.
+    return replace(config, model=model, device=replace(config.device, device="auto"))
 
 
 def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:

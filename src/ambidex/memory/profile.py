@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ambidex.memory.cost_model import LinkRate
+from ambidex.memory.rates import LinkRate
 
 #: Forms of weights that a processor may have rates of its own for, the widest first. ``intN`` are
 #: those of N bits with scales, whatever file they came from; the host multiplies them with
@@ -67,6 +67,14 @@ class Processor:
     token_s: float = 0.0
     #: Cores or threads that compute; 0: a device on its own.
     num_threads: int = 0
+    #: What its memory gives to everyone together, copies over the link included; 0: no more than
+    #: the processor alone reads.
+    shared_bytes_per_s: float = 0.0
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        """Of its memory, for everyone together."""
+        return max(self.shared_bytes_per_s, self.bytes_per_s)
 
     def product(self, form: str) -> ProductRate:
         """The rate for weights of ``form``."""
@@ -89,6 +97,8 @@ class HardwareProfile:
     link_back: LinkRate | None = None
     #: One crossing within a step: what is left of the latency when host and device hand over.
     sync_s: float = 0.0
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4
     #: table | measured
     origin: str = "table"
     #: Where the numbers are from: a line each.
