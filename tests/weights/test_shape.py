@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ import gguf
 import pytest
 import quantised_checkpoints as files
 from gguf.constants import GGMLQuantizationType, GGUFValueType
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_quantized_source import CASES, make
 
 from ambidex.config import (
@@ -25,6 +29,7 @@ from ambidex.config import (
     OffloadConfig,
 )
 from ambidex.errors import (
+    AmbidexError,
     InvalidModelError,
     ModelNotFoundError,
     OptionError,
@@ -36,8 +41,9 @@ from ambidex.memory.public_shapes import PUBLIC_SHAPES, find_public_shape
 from ambidex.memory.weight_places import ModuleSize
 from ambidex.runner import loader
 from ambidex.runner.placing import _kind, _num_rows
+from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.headers import LazyArray
-from ambidex.weights.shape import model_shape
+from ambidex.weights.shape import checkpoint_shape, model_shape
 
 Folder = Callable[..., Path]
 #: Of the models that ``hf_folder`` makes.
@@ -107,6 +113,7 @@ class Loaded:
 def compare(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     """A shape that is the loader's, to the byte."""
     shape = model_shape(config.model.model, config)
+    assert checkpoint_shape(open_checkpoint(config.model.model), config) == shape
     loaded = Loaded(config, monkeypatch)
     assert {weight.path: weight.num_bytes for weight in shape.weights} == loaded.planned
     assert {weight.path: weight.num_bytes for weight in shape.weights} == loaded.held
@@ -495,6 +502,41 @@ def test_a_config_that_contradicts_itself(
     repaired = {name: LLAMA.get(name) for name in change}
     if "quantization_config" not in change:
         assert shape_of(path, hf_overrides=repaired).weights
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(UnsupportedModelError, match=r"nothing to plan with: give a config\.json"):
+        shape_of(tmp_path / "notes.txt")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidModelError, match="no valid JSON"):
+        shape_of(tmp_path / "config.json")
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 40), st.just(10**12), st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3) | st.text(max_size=2), max_size=3),
+    st.dictionaries(st.sampled_from(["rope_type", "factor", "quant_method", "bits"]),
+                    st.sampled_from(["awq", "gptq", "bitsandbytes", "yarn", 4, 8, None, 1.5])),
+)  # fmt: skip
+names = st.sampled_from(
+    ["model_type", "text_config", "quantization_config", "rope_scaling", "rope_parameters",
+     "layer_types", "mlp_only_layers", "head_dim", "num_experts", "num_local_experts",
+     "num_experts_per_tok", "moe_intermediate_size", "ffn_dim", "sliding_window",
+     "tie_word_embeddings", "architectures", "kv_lora_rank", *LLAMA]
+)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(names, values, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_no_configuration_ends_in_a_traceback(kind: str, changes: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), LLAMA | {"model_type": kind} | changes)
+        with contextlib.suppress(AmbidexError):
+            shape = shape_of(path)
+            assert shape.weight_bytes > 0
+            assert len(shape.weights) > 0
 
 
 def test_unknown_and_unsupported_models(tmp_path: Path) -> None:

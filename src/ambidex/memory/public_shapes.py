@@ -12,7 +12,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class PublicShape:
     """``values`` are those fields of the config.json of ``source``, a hub id, that decide on sizes;
-    ``parameters`` is the number that its card or its paper states, of the language model alone."""
+    ``parameters`` is the number that its card, its files or its paper state, of the language model
+    alone."""
 
     source: str
     parameters: float

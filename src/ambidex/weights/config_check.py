@@ -22,6 +22,7 @@ _MAX_HEAD_DIM = 1 << 16
 #: Where the checkpoint does not tell.
 _MAX_EXPERTS = 1 << 12
 _MAX_LAYERS = 1 << 12
+_MAX_EXPERTS_OF_ALL = 1 << 17
 
 _REPAIR = "Repair the file, or give the value with --hf-overrides."
 
@@ -147,10 +148,12 @@ def check_bare_config(config: CheckpointConfig) -> None:
     _check_quantization(config, tuple(METHODS))
     _check_values(config)
     _check_heads(config)
+    layers = config.get("num_hidden_layers", 1)
+    most_experts = min(_MAX_EXPERTS, _MAX_EXPERTS_OF_ALL // min(layers, _MAX_LAYERS))
     for name, most in (
         ("num_hidden_layers", _MAX_LAYERS),
-        ("num_experts", _MAX_EXPERTS),
-        ("num_local_experts", _MAX_EXPERTS),
+        ("num_experts", most_experts),
+        ("num_local_experts", most_experts),
     ):
         asked = config.get(name)
         if asked is not None and asked > most:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ambidex.config import CheckpointConfig, EngineConfig, config_errors
-from ambidex.errors import InvalidModelError, ModelNotFoundError
+from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
 from ambidex.memory.architectures import (
     DTYPE_BYTES,
     Architecture,
@@ -79,8 +79,15 @@ def model_shape(model: str, config: EngineConfig) -> ModelShape:
 
     Raises ModelNotFoundError, InvalidModelError, UnsupportedModelError or OptionError.
     """
-    overrides = config.model.hf_overrides
-    found = _open(model, config, overrides)
+    return _shape(_open(model, config, config.model.hf_overrides), config)
+
+
+def checkpoint_shape(checkpoint: Checkpoint, config: EngineConfig) -> ModelShape:
+    """The same of files that are open already."""
+    return _shape(_opened(config.model.model, checkpoint, ()), config)
+
+
+def _shape(found: _Found, config: EngineConfig) -> ModelShape:
     values = found.config
     with config_errors(values):
         # That something says how long a context may be, and that no more is asked for.
@@ -251,19 +258,26 @@ class _Found:
 
 
 def _open(model: str, config: EngineConfig, overrides: Mapping[str, Any]) -> _Found:
-    path = Path(model).expanduser()
-    notes: tuple[str, ...] = ()
-    if not (model and path.exists()):
-        try:
-            path = resolve_model(model, revision=config.model.revision, download=False).path
-        except ModelNotFoundError as error:
-            public = find_public_shape(model)
-            if public is None:
-                raise _not_found(model, error) from None
-            return _open_public(model, public, overrides)
+    try:
+        path = resolve_model(model, revision=config.model.revision, download=False).path
+    except ModelNotFoundError as error:
+        public = find_public_shape(model)
+        if public is None:
+            raise _not_found(model, error) from None
+        return _open_public(model, public, overrides)
+    try:
+        return _open_path(model, path, overrides)
+    except PermissionError as error:
+        raise InvalidModelError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}. Check its "
+            "permissions, and those of the folders that it lies in."
+        ) from None
+
+
+def _open_path(model: str, path: Path, overrides: Mapping[str, Any]) -> _Found:
     if path.is_dir():
         if any(entry.name.lower().endswith(_WITH_HEADERS) for entry in path.iterdir()):
-            return _opened(model, open_checkpoint(path, overrides), notes)
+            return _opened(model, open_checkpoint(path, overrides), ())
         if not (path / "config.json").is_file():
             raise InvalidModelError(
                 f"{path} holds neither a config.json nor a .safetensors or .gguf file. Give the "
@@ -274,9 +288,10 @@ def _open(model: str, config: EngineConfig, overrides: Mapping[str, Any]) -> _Fo
         # Their headers need torch; the configuration beside them says the same.
         path = path.parent / "config.json"
     if path.suffix.lower() == ".safetensors":
-        return _opened(model, open_checkpoint(path, overrides), notes)
+        return _opened(model, open_checkpoint(path, overrides), ())
     if path.suffix.lower() == ".gguf" or _is_gguf(path):
         source = GGUFSource(path, header_only=True)
+        notes: tuple[str, ...] = ()
         missing = source.missing_bytes
         if missing:
             notes = (
@@ -284,8 +299,13 @@ def _open(model: str, config: EngineConfig, overrides: Mapping[str, Any]) -> _Fo
                 "not loaded.",
             )
         return _opened(model, gguf_checkpoint(path, source, overrides), notes)
+    if path.suffix.lower() != ".json":
+        raise UnsupportedModelError(
+            f"{path} is nothing to plan with: give a config.json, a folder that has one, or a "
+            ".gguf or .safetensors file."
+        )
     bare = CheckpointConfig(read_config(path, overrides), str(path))
-    return _open_bare(model, bare, path, notes)
+    return _open_bare(model, bare, path, ())
 
 
 def _is_gguf(path: Path) -> bool:
@@ -385,8 +405,8 @@ class _Published:
 
 
 def _skipped(table: Mapping[str, Any]) -> list[str]:
-    found = table.get("modules_to_not_convert") or table.get("llm_int8_skip_modules") or []
-    return [item for item in found if isinstance(item, str)]
+    found = table.get("modules_to_not_convert") or table.get("llm_int8_skip_modules")
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
 def _bits(table: Mapping[str, Any]) -> int:
