@@ -287,8 +287,8 @@ def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
 from ambidex.cli import main
-for words in (["--help"], ["--version"], ["run", "--help"], ["chat", "--help"], ["pull", "--help"], ["plan", "--help"],
-              ["serve", "--help"], ["serve", "m", "--print-config"]):
+for words in (["--help"], ["--version"], ["run", "--help"], ["chat", "--help"], ["pull", "--help"],
+              ["plan", "--help"], ["serve", "--help"], ["serve", "m", "--print-config"]):
     assert main(words) == 0
 heavy = {"torch", "numpy", "rich", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub",
          "gguf", "asyncio", "httpx", "ruamel"}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,14 @@ import pytest
 from ambidex.cli.plan_rows import Shares, by_layer, by_part, runs
 from ambidex.cli.plan_svg import ACCOUNT_COLOURS, SHARE_COLOURS, draw
 from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, describe, refused, seconds, to_json
-from ambidex.config import EngineConfig, ModelConfig, OffloadConfig
-from ambidex.memory.cost_model import LinkRate
-from ambidex.memory.ledger import ACCOUNTS, MemorySnapshot
+from ambidex.config import EngineConfig, ModelConfig, OffloadConfig, SchedulerConfig
+from ambidex.memory import planner
+from ambidex.memory.ledger import ACCOUNTS, format_bytes
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
-from ambidex.memory.placement import plan_placement
 from ambidex.memory.planner import Plan, PlanRefused, Prediction, Proposal
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
-from ambidex.memory.sizing import KVSize
-from ambidex.memory.weight_places import Rates, WeightKind
+from ambidex.memory.rates import LinkRate
+from ambidex.memory.weight_places import WeightKind
 
 CONFIG = EngineConfig(ModelConfig("m"))
 LENGTHS = {"prompt_len": 512, "output_len": 128}
@@ -67,44 +67,30 @@ def make_shape(num_layers: int = 8, name: str = "tiny") -> ModelShape:
     )
 
 
-HOST = Processor("a host", 1 << 30, 100e9, {"bfloat16": ProductRate(((1, 1e12),))}, num_threads=8)
-DEVICE = Processor("a device", 1 << 28, 1e12, {"bfloat16": ProductRate(((1, 1e14),))})
+FLOPS = {"float32": ProductRate(((1, 1e12),))}
+HOST = Processor("a host", 4 << 30, 100e9, FLOPS, num_threads=8)
+DEVICE = Processor("a device", 2 << 30, 1e12, {"float32": ProductRate(((1, 1e14),))})
 
 
 def make_plan(mode: str | None, name: str = "tiny") -> Plan:
-    """A plan on two memories with half of the weights on the host; without ``mode`` on one."""
+    """A plan on two memories with half of the weights on the host; without ``mode`` on one. With
+    rounder speeds than it has."""
     shape = make_shape(name=name)
-    half = shape.weight_bytes // 2
-    placement = None
-    host = MemorySnapshot("host", 1 << 30, dict.fromkeys(ACCOUNTS, 0) | {"weights": 1 << 28})
-    memories = (host,)
+    config = replace(CONFIG, scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
     profile = HardwareProfile("one", HOST)
     if mode is not None:
-        rates = Rates(10e9, 100e9, 1e12, 1e12, 1e14)
-        placement = plan_placement(
-            shape.modules, half + (1 << 26), 1 << 30, OffloadConfig(mode=mode), rates
-        )
-        accounts = {account: 1 << (20 + i) for i, account in enumerate(ACCOUNTS)}
-        memories = (host, MemorySnapshot("device", 1 << 27, accounts))
+        half = shape.weight_bytes // 2
+        config = replace(config, offload=OffloadConfig(cpu_offload_bytes=half, mode=mode))
         profile = HardwareProfile("two", HOST, DEVICE, LinkRate(10e9), LinkRate(8e9))
-    return Plan(
-        shape=shape,
-        profile=profile,
-        placement=placement,
-        memories=memories,
-        kv=KVSize((100,), 800, "The context is 800 tokens instead of 4096."),
-        max_concurrency=2.0,
+    plan = planner.make_plan(shape, profile, config)
+    return replace(
+        plan,
         predictions={
             "ttft_1": Prediction("first token, 1 request", 0.25, "link", {"link": 0.25}),
-            "tpot_1": Prediction(
-                "each token, 1 request", 0.02, "DRAM", {"DRAM": 0.02, "HBM": 0.01}
-            ),
+            "tpot_1": Prediction("a token, 1 request", 0.02, "DRAM", {"DRAM": 0.02, "HBM": 0.01}),
             "ttft_full": Prediction("first token, 4 requests", 1.0, "link", {"link": 1.0}),
-            "tpot_full": Prediction("each token, 4 requests", 0.04, "DRAM", {"DRAM": 0.04}),
+            "tpot_full": Prediction("a token, 4 requests", 0.04, "DRAM", {"DRAM": 0.04}),
         },
-        tokens_per_s_1=50.0,
-        tokens_per_s_full=100.0,
-        full_concurrency=4,
         notes=("A note.",),
         warnings=("A warning.",),
         split_table=((1, 0.0), (64, 0.25)) if mode == "split" else (),
@@ -162,10 +148,9 @@ def test_the_text_says_all_of_it() -> None:
     text = "\n".join(lines(make_plan("split")))
     for part in (
         "tiny: llama, 143 million parameters, bfloat16, 272.02 MiB of weights",
-        "accelerator: a device, 256.00 MiB of memory read at 1,000 GB/s; a link of 10.0 GB/s there",
-        "host: a host, 8 threads, 1.00 GiB",
-        "KV cache: 100 blocks of 16 tokens; requests of up to 800 tokens, 2.00 such at once",
-        "The context is 800 tokens instead of 4096.",
+        "accelerator: a device, 2.00 GiB of memory read at 1,000 GB/s; a link of 10.0 GB/s there",
+        "host: a host, 8 threads, 4.00 GiB",
+        "KV cache: 1,024 blocks of 16 tokens; requests of up to 4,096 tokens, 4.00 such at once",
         "placement: split",
         "25% at 64",
         "250 ms",
@@ -177,12 +162,18 @@ def test_the_text_says_all_of_it() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_columns_of_the_ledger_add_up() -> None:
-    rows = [line.split() for line in lines(make_plan("stream"))]
-    (capacity,) = [row for row in rows if row and row[0] == "capacity"]
-    assert capacity == ["capacity", "1.00", "GiB", "128.00", "MiB"]
-    (free,) = [row for row in rows if row and row[0] == "free"]
-    assert free == ["free", "768.00", "MiB", "65.00", "MiB"]
+def test_the_ledgers_are_a_column_each() -> None:
+    plan = make_plan("stream")
+    rows = {line.split("  ")[0]: line for line in lines(plan)}
+    for name, sizes in (
+        ("capacity", [memory.capacity_bytes for memory in plan.memories]),
+        ("free", [memory.free_bytes for memory in plan.memories]),
+        ("weights", [memory.accounts["weights"] for memory in plan.memories]),
+    ):
+        cells = rows[name].removeprefix(name).split("   ")
+        found = [cell.strip() for cell in cells if cell.strip()]
+        assert found == [format_bytes(size) for size in sizes], name
+    assert "graphs" in rows
 
 
 def test_one_memory_needs_no_table_of_layers() -> None:
@@ -239,9 +230,11 @@ def test_json_is_complete_and_every_field_is_documented() -> None:
     found = json.loads(json.dumps(to_json(plan, CONFIG, LENGTHS)))
     assert found["version"] == 1 and found["fits"] is True
     assert found["model"]["weight_bytes"] == plan.shape.weight_bytes
-    assert [memory["name"] for memory in found["memories"]] == ["host", "device"]
+    assert [memory["name"] for memory in found["memories"]] == ["host", "a device"]
     assert found["memories"][1]["accounts"] == plan.memories[1].accounts
-    assert found["kv_cache"]["num_blocks"] == [100] and found["prompt_len"] == 512
+    assert (
+        found["kv_cache"]["num_blocks"] == list(plan.kv.num_blocks) and found["prompt_len"] == 512
+    )
     assert found["predictions"]["tpot_1"]["parts"] == {"DRAM": 0.02, "HBM": 0.01}
     assert found["placement"]["split_table"][1] == {"num_tokens": 64, "streamed_share": 0.25}
     assert len(found["placement"]["layers"]) == 10
@@ -321,7 +314,7 @@ SMALL = "qwen2-7b"
         ((SMALL, "--gpu"), 2, "--gpu needs a value"),
         ((SMALL, "--gpu", "memory=24GB"), 2, "bandwidth"),
         ((SMALL, "--gpu", "memory=24GB,bandwidth=-1"), 2, "bandwidth"),
-        ((SMALL, "--gpu", "A10", "--cpu", "epyc-9345"), 2, "epyc-9354"),
+        ((SMALL, "--gpu", "A10", "--cpu", "epyc-9345"), 2, "EPYC 9354"),
         ((SMALL, "--gpu", "A10", "--ram", "-5"), 2, "--ram must be at least"),
         ((SMALL, "--gpu", "A10", "--ram", "0"), 2, "--ram must be at least"),
         ((SMALL, "--gpu", "A10", "--ram", "lots"), 2, "--ram must be a size"),
@@ -402,11 +395,28 @@ def test_what_does_not_fit_names_what_does(call_command: Command) -> None:
 
 
 def test_what_nothing_helps_names_the_smallest_machine(call_command: Command) -> None:
-    words = ("plan", "llama-3-70b", "--gpu", "memory=2GB,bandwidth=100GB/s", "--ram", "4GB")
+    words = ("plan", "llama-3-70b", "--gpu", "rtx-3060", "--ram", "16GB")
     done = call_command(*words)
-    assert done.code == 1 and done.err.count("\n") == 1
-    (least,) = re.findall(r"--ram (\d+GiB)", done.err)
-    assert call_command(*words[:-1], least).code == 0
+    assert (done.code, done.out) == (1, "") and done.err.count("\n") == 1
+    as_they_are, frugal = re.findall(r"--ram (\d+)GiB with ([^;]*)[;.]", done.err)
+    assert as_they_are[1] == "these options"
+    for (size, _), more in ((as_they_are, ()), (frugal, frugal[1].split())):
+        assert call_command(*words[:-1], size, *more).code == 0
+        # Exact to a thirtieth.
+        less = str(int(int(size) * 0.95))
+        assert call_command(*words[:-1], less, *more).code == 1
+    refusal = json.loads(call_command(*words, "--json").out)
+    assert refusal["fits"] is False and refusal["proposals"] == []
+    assert done.err == f"ambidex: error: {refusal['error']}\n"
+
+
+def test_an_accelerator_may_be_what_is_too_small(call_command: Command) -> None:
+    gpu = "memory=2GB,bandwidth=99GB/s,flops=9T"
+    done = call_command("plan", "qwen2.5-7b", "--gpu", gpu, "--ram", "500GB", "-q", "int4")
+    assert done.code == 1
+    size = re.findall(r"an accelerator of (\d+) GiB with these options", done.err)[0]
+    gpu = gpu.replace("2GB", f"{size}GiB")
+    assert call_command("plan", "qwen2.5-7b", "--gpu", gpu, "-q", "int4").code == 0
 
 
 def test_a_plan_loads_nothing_heavy() -> None:

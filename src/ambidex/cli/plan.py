@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ambidex.cli.common import print_help, resolve, say, wants
-from ambidex.errors import OptionError, OutOfMemory
+from ambidex.errors import OptionError
 from ambidex.options import WORKS, Option
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
+    from ambidex.memory.model_shape import ModelShape
     from ambidex.memory.planner import Plan
     from ambidex.memory.profile import HardwareProfile
     from ambidex.options import Resolved
+
+#: Of a plan that does not fit.
+EXIT_REFUSED = 1
 
 OPTIONS = (
     Option("--gpu", WORKS, "str", dest="plan.gpu", default_help="none", is_accelerator=True,
@@ -46,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
     if resolved is None:
         return 0
     _check(resolved)
-    config = _beside_gpu(resolved, resolved.engine_config())
+    config = resolved.engine_config()
+    if resolved.values["plan.gpu"] is not None:
+        # A configuration file may name a device of this machine.
+        config = replace(config, device=replace(config.device, device="auto"))
     for note in resolved.notes:
         say(f"ambidex: {note}")
 
@@ -56,23 +64,30 @@ def main(argv: Sequence[str]) -> int:
 
     values = resolved.values
     lengths = {name: values[f"plan.{name}"] for name in ("prompt_len", "output_len")}
-    shape = model_shape(config.model.model, config)
+
+    def reshape(other: EngineConfig) -> ModelShape:
+        # Half the bytes, as vLLM has it beside a GPU; lanes of this machine compute in float32.
+        auto_dtype = "float32" if values["plan.gpu"] is None else "bfloat16"
+        return model_shape(config.model.model, other, auto_dtype)
+
+    shape = reshape(config)
     profile = _profile(resolved, config)
     try:
-        plan = make_plan(
-            shape,
-            profile,
-            config,
-            reshape=lambda other: model_shape(config.model.model, other),
-            **lengths,
-        )
-    except OutOfMemory as error:
+        plan = make_plan(shape, profile, config, reshape=reshape, **lengths)
+    except PlanRefused as error:
+        reason = error.reason
+        if not error.proposals:
+            from ambidex.cli.plan_smallest import smallest_machine
+
+            reason = f"{error} {smallest_machine(shape, profile, config, reshape)}".rstrip()
         if values["plan.json"]:
-            print(json.dumps(refused_json(error, shape, profile, lengths), ensure_ascii=False))
-        elif isinstance(error, PlanRefused):
+            found = refused_json(reason, error, shape, profile, lengths)
+            print(json.dumps(found, ensure_ascii=False))
+        say(f"ambidex: error: {reason}")
+        if not values["plan.json"]:
             for line in refused(error):
                 print(line)
-        raise
+        return EXIT_REFUSED
     if values["plan.svg"] is not None:
         _draw(plan, values["plan.svg"])
     if values["plan.json"]:
@@ -104,24 +119,8 @@ def _check(resolved: Resolved) -> None:
         )
 
 
-def _beside_gpu(resolved: Resolved, config: EngineConfig) -> EngineConfig:
-    """The configuration of a lane with the GPU that is named: ``--dtype auto`` is half the bytes, as
-    vLLM has it there. (Lanes of this machine hold plain weights in float32.)"""
-    from dataclasses import replace
-
-    if resolved.values["plan.gpu"] is None:
-        return config
-    model = config.model
-    if model.dtype == "auto":
-        model = replace(model, dtype="bfloat16")
-    # A configuration file may name a device of this machine.
-    return replace(config, model=model, device=replace(config.device, device="auto"))
-
-
 def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
     """The machine that the options describe."""
-    from dataclasses import replace
-
     gpu, cpu, ram = (resolved.values[f"plan.{name}"] for name in ("gpu", "cpu", "ram"))
     if gpu is not None or cpu is not None:
         from ambidex.memory.hardware_table import table_profile

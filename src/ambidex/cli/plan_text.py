@@ -32,7 +32,7 @@ SHARE_NAMES = {
     "split": "split",
 }
 #: Resources that take less than this share of a step are not worth a word.
-_SMALL = 0.05
+_SMALL = 0.1
 
 
 def describe(plan: Plan, config: EngineConfig) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _machine(profile: HardwareProfile) -> Iterator[str]:
         yield f"accelerator: {_processor(profile.device)}{link}"
     yield f"host: {_processor(profile.host)}"
     where = "measured on this machine" if profile.origin == "measured" else "from the table"
-    yield f"rates {where}"
+    yield "; ".join([f"rates: {where}", *(source.rstrip(".") for source in profile.sources)])
 
 
 def _processor(processor: Processor) -> str:
@@ -126,14 +126,12 @@ def _kv(plan: Plan, config: EngineConfig) -> Iterator[str]:
         f"KV cache: {blocks} blocks of {config.cache.block_size} tokens; requests of up to "
         f"{plan.kv.max_model_len:,} tokens, {plan.max_concurrency:.2f} such at once"
     )
-    if plan.kv.note:
-        yield plan.kv.note
 
 
 def _placement(plan: Plan) -> Iterator[str]:
     placement = plan.placement
     if placement is None or not placement.host_bytes:
-        where = "the accelerator" if plan.profile.device else "host memory"
+        where = "the accelerator's memory" if placement is not None else "host memory"
         yield f"placement: every weight is in {where}"
         return
     yield (
@@ -252,7 +250,11 @@ def to_json(plan: Plan, config: EngineConfig, lengths: Mapping[str, int]) -> dic
 
 
 def refused_json(
-    error: Exception, shape: ModelShape, profile: HardwareProfile, lengths: Mapping[str, int]
+    reason: str,
+    error: PlanRefused,
+    shape: ModelShape,
+    profile: HardwareProfile,
+    lengths: Mapping[str, int],
 ) -> dict[str, Any]:
     """The same where nothing fits: why, and what would."""
     return {
@@ -261,10 +263,10 @@ def refused_json(
         "model": _shape_json(shape),
         "hardware": _profile_json(profile),
         **lengths,
-        "error": str(error),
+        "error": reason,
         "proposals": [
             {"flags": each.flags, "predictions": _predictions_json(each.predictions)}
-            for each in getattr(error, "proposals", ())
+            for each in error.proposals
         ],
     }
 
