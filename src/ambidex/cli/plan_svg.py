@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ambidex.cli.plan_rows import Row, by_layer
-from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, model_line, seconds
+from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, model_parts, rate, seconds
 from ambidex.memory.ledger import MemorySnapshot, format_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def draw(plan: Plan) -> str:
     y = _MARGIN + _LARGE
     parts.append(_text(_MARGIN, y, _cut(plan.shape.name, _LARGE), _LARGE, weight="bold"))
     y += 24
-    for line in (model_line(plan.shape).removeprefix(f"{plan.shape.name}: "), _on(plan)):
+    for line in (*model_parts(plan.shape), _on(plan)):
         parts.append(_text(_MARGIN, y, _cut(line, _TEXT), colour=_GREY))
         y += 20
     y += 14
@@ -188,10 +188,11 @@ def _speed(plan: Plan, y: int) -> tuple[list[str], int]:
     y += 22
     rates = {"tpot_1": plan.tokens_per_s_1, "tpot_full": plan.tokens_per_s_full}
     for key, one in plan.predictions.items():
-        rate = f", {rates[key]:,.1f} tokens a second" if key in rates else ""
-        line = f"{seconds(one.seconds)}{rate}; held up by: {one.limit}"
-        parts.append(_text(_MARGIN, y, _cut(one.name, _TEXT, _INNER * 0.42), colour=_GREY))
-        parts.append(_text(_MARGIN + _INNER * 0.44, y, _cut(line, _TEXT, _INNER * 0.56)))
+        speed = f", {rate(rates[key])} tokens/s" if key in rates else ""
+        line = f"{seconds(one.seconds)}{speed}; held up by {one.limit}"
+        names, room = 0.54 * _INNER, 0.46 * _INNER
+        parts.append(_text(_MARGIN, y, _cut(one.name, _SMALL, names), _SMALL, colour=_GREY))
+        parts.append(_text(_MARGIN + names, y, _cut(line, _SMALL, room), _SMALL))
         y += 20
     return parts, y
 

@@ -37,7 +37,7 @@ _SMALL = 0.1
 
 def describe(plan: Plan, config: EngineConfig) -> Iterator[str]:
     """Lines of ``ambidex plan``: model, machine, ledgers, KV cache, placement, speed."""
-    yield model_line(plan.shape)
+    yield f"{plan.shape.name}: {', '.join(model_parts(plan.shape))}"
     yield from _machine(plan.profile)
     yield ""
     yield from _table(_memory_rows(plan.memories))
@@ -65,26 +65,21 @@ def refused(error: PlanRefused) -> Iterator[str]:
             (
                 f"  {proposal.flags}",
                 seconds(first.seconds) if first else "",
-                f"{seconds(more.seconds)} ({_rate(1 / more.seconds)} a second)" if more else "",
+                f"{seconds(more.seconds)} ({rate(1 / more.seconds)} a second)" if more else "",
                 more.limit if more else "",
             )
         )
     yield from _table(rows, left=(0, 3))
 
 
-def model_line(shape: ModelShape) -> str:
-    """The model in one line: ``llama-3-70b: llama, 70.6 billion parameters, ...``."""
-    number = shape.num_parameters
-    active = shape.num_active_parameters
-    parts = [shape.model_type, f"{_count(number)} parameters"]
+def model_parts(shape: ModelShape) -> tuple[str, str]:
+    """What a model is, and what it takes: ``llama, 70.6 billion parameters, bfloat16``."""
+    what = [shape.model_type, f"{_count(shape.num_parameters)} parameters"]
     if any(weight.num_experts > 1 for weight in shape.weights):
-        parts.append(f"{_count(active)} of them for a token")
-    parts += [shape.description] if shape.description else []
-    parts += [
-        f"{format_bytes(shape.weight_bytes)} of weights",
-        f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token",
-    ]
-    return f"{shape.name}: {', '.join(parts)}"
+        what.append(f"{_count(shape.num_active_parameters)} of them for a token")
+    what += [shape.description] if shape.description else []
+    weights, token = format_bytes(shape.weight_bytes), format_bytes(shape.kv_bytes_per_token)
+    return ", ".join(what), f"{weights} of weights, {token} of KV cache a token"
 
 
 def _machine(profile: HardwareProfile) -> Iterator[str]:
@@ -158,8 +153,8 @@ def _speed_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("predicted", "seconds", "tokens/s", "held up by")]
     rates = {"tpot_1": plan.tokens_per_s_1, "tpot_full": plan.tokens_per_s_full}
     for name, one in plan.predictions.items():
-        rate = _rate(rates[name]) if name in rates else ""
-        rows.append((one.name, seconds(one.seconds), rate, _limit(one)))
+        speed = rate(rates[name]) if name in rates else ""
+        rows.append((one.name, seconds(one.seconds), speed, _limit(one)))
     return rows
 
 
@@ -197,7 +192,8 @@ def seconds(value: float) -> str:
     raise AssertionError("the last unit takes all")
 
 
-def _rate(value: float) -> str:
+def rate(value: float) -> str:
+    """``1,234``, ``12.3``, ``0.12``."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
