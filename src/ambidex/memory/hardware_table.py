@@ -468,8 +468,9 @@ def _words(text: str) -> list[str]:
 
 
 def _key(text: str) -> str:
-    """A name without what people write or leave out."""
-    words = _words(text)
+    """A name without what people write or leave out: ``AMD EPYC 7763 64-Core Processor``,
+    ``Xeon(R) CPU E5-2678 v3 @ 2.50GHz``."""
+    words = _words(re.sub(r"@.*|\b\d+-core\b", "", text.lower()))
     return "".join(word for word in words if word not in _NOISE) or "".join(words)
 
 
