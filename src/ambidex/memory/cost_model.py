@@ -209,7 +209,8 @@ class CostModel:
                         host_read=host[0],
                         host_compute=host[1],
                         bytes_in=item.num_in * numbers * weight.columns,
-                        bytes_out=item.num_out * numbers * item.num_rows,
+                        # Of experts the host adds up what a token chose.
+                        bytes_out=item.num_out * numbers * item.num_rows / weight.num_experts,
                     )
                 )
             found.append((segment, tuple(parts)))

@@ -264,7 +264,7 @@ DEFAULT_CPUS = {
 _NOISE = {
     *("nvidia", "geforce", "rtx", "tesla", "gpu", "amd", "intel", "cpu", "processor", "core"),
     *("xeon", "epyc", "ryzen", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "r", "tm"),
-    *("tensor", "with", "radeon", "graphics", "scalable"),
+    *("with", "radeon", "graphics", "scalable", "gen", "12th", "13th", "14th"),
 }
 
 GPU_EXAMPLE = "memory=24GB,bandwidth=936GB/s,flops=71TFLOP/s,link=25GB/s"
