@@ -297,7 +297,7 @@ def test_no_step_is_faster_than_the_bound(
 
 
 def test_the_bound_of_a_model_on_the_host() -> None:
-    """The numbers of DESIGN 2.3: around the break-even both together are twice as fast as either."""
+    """DESIGN 2.3: around the break-even both together are twice as fast as either."""
     shape = shape_of()
     size = 16 * SIZE
     profile = machine(host_flops=1e12)

@@ -46,7 +46,7 @@ _ROUNDS = 6
 #: Shares of streamed rows that are tried: so many over all, then around the best, twice.
 _COARSE = 8
 #: Steps are as good as each other within this part of their time.
-_SAME = 0.001
+_SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True)

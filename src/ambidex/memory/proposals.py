@@ -66,17 +66,20 @@ def changes(
             yield from _shorter(least, of(least), plan, change, before=f"{flags} ")
         return
     offload = config.offload
-    if offload.cpu_offload_bytes is not None or offload.patterns or offload.mode != "auto":
-        free = replace(offload, cpu_offload_bytes=None, patterns=(), mode="auto")
-        names = [
-            name
-            for name, is_given in (
-                ("--cpu-offload-gb", offload.cpu_offload_bytes is not None),
-                ("--offload-layers", bool(offload.patterns)),
-                ("--offload-mode", offload.mode != "auto"),
-            )
-            if is_given
-        ]
+    names = [
+        name
+        for name, is_given in (
+            ("--cpu-offload-gb", offload.cpu_offload_bytes is not None),
+            ("--offload-layers", bool(offload.patterns)),
+            ("--offload-mode", offload.mode != "auto"),
+            ("--offload-prefetch-step", (offload.prefetch_step or 0) > 1),
+        )
+        if is_given
+    ]
+    if names:
+        free = replace(
+            offload, cpu_offload_bytes=None, patterns=(), mode="auto", prefetch_step=None
+        )
         yield from change(f"leave out {' and '.join(names)}", replace(config, offload=free))
     if offload.mode in ("auto", "stream", "split"):
         computed = replace(offload, mode="compute")
