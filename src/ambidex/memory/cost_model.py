@@ -43,10 +43,10 @@ FIXED = "fixed costs"
 
 #: Rounds until the host's reading and the copies agree on what each gets of the memory.
 _ROUNDS = 6
-#: Shares of streamed rows that are tried, twice: over all, then around the best.
-_TRIES = 16
+#: Shares of streamed rows that are tried: so many over all, then around the best, twice.
+_COARSE = 8
 #: Steps are as good as each other within this part of their time.
-_SAME = 0.001
+_SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +156,12 @@ class CostModel:
         least that is as good."""
         if not self.has_split:
             return 0.0
-        tried = {n / _TRIES: self.seconds(load, n / _TRIES) for n in range(_TRIES + 1)}
-        best = min(tried, key=lambda share: tried[share])
-        for n in range(1, 2 * _TRIES):
-            share = best + (n / _TRIES - 1) / _TRIES
-            if 0.0 < share < 1.0:
-                tried[share] = self.seconds(load, share)
+        tried = {n / _COARSE: self.seconds(load, n / _COARSE) for n in range(_COARSE + 1)}
+        for step in (1 / (4 * _COARSE), 1 / (16 * _COARSE)):
+            best = min(tried, key=lambda share: tried[share])
+            for share in (best + n * step for n in (-3, -2, -1, 1, 2, 3)):
+                if 0.0 < share < 1.0:
+                    tried[share] = self.seconds(load, share)
         enough = min(tried.values()) * (1 + _SAME)
         return min(share for share, seconds in tried.items() if seconds <= enough)
 
@@ -209,7 +209,8 @@ class CostModel:
                         host_read=host[0],
                         host_compute=host[1],
                         bytes_in=item.num_in * numbers * weight.columns,
-                        bytes_out=item.num_out * numbers * item.num_rows,
+                        # Of experts the host adds up what a token chose.
+                        bytes_out=item.num_out * numbers * item.num_rows / weight.num_experts,
                     )
                 )
             found.append((segment, tuple(parts)))

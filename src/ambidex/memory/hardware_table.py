@@ -264,7 +264,7 @@ DEFAULT_CPUS = {
 _NOISE = {
     *("nvidia", "geforce", "rtx", "tesla", "gpu", "amd", "intel", "cpu", "processor", "core"),
     *("xeon", "epyc", "ryzen", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "r", "tm"),
-    *("tensor", "with", "radeon", "graphics", "scalable"),
+    *("with", "radeon", "graphics", "scalable", "gen", "12th", "13th", "14th"),
 }
 
 GPU_EXAMPLE = "memory=24GB,bandwidth=936GB/s,flops=71TFLOP/s,link=25GB/s"
@@ -468,8 +468,9 @@ def _words(text: str) -> list[str]:
 
 
 def _key(text: str) -> str:
-    """A name without what people write or leave out."""
-    words = _words(text)
+    """A name without what people write or leave out: ``AMD EPYC 7763 64-Core Processor``,
+    ``Xeon(R) CPU E5-2678 v3 @ 2.50GHz``."""
+    words = _words(re.sub(r"@.*|\b\d+-core\b", "", text.lower()))
     return "".join(word for word in words if word not in _NOISE) or "".join(words)
 
 

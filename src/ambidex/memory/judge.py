@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -61,20 +60,31 @@ class Judge:
         self.host_bytes_per_s = profile.host.bytes_per_s
         self._weights = {weight.path: weight for weight in shape.weights}
         self._is_computed = lru_cache(maxsize=None)(self._decide)
+        #: Drafts, by identity, with what is known of them.
+        self._models: dict[int, tuple[Draft, CostModel]] = {}
+        self._seconds: dict[int, tuple[float, ...]] = {}
 
-    def model(self, places: Mapping[str, WeightPlace], ring_bytes: int | None = None) -> CostModel:
-        return CostModel(
-            self.profile,
-            self.shape,
-            places,
-            link_limit=self._offload.link_limit_bytes_per_s,
-            is_async=self._offload.is_async,
-            ring_bytes=ring_bytes,
-        )
+    def _model(self, draft: Draft) -> CostModel:
+        if id(draft) not in self._models:
+            model = CostModel(
+                self.profile,
+                self.shape,
+                draft.places,
+                link_limit=self._offload.link_limit_bytes_per_s,
+                is_async=self._offload.is_async,
+                ring_bytes=draft.ring_layers * draft.ring_layer_bytes,
+            )
+            self._models[id(draft)] = draft, model
+        return self._models[id(draft)][1]
 
     def seconds(self, draft: Draft) -> tuple[float, ...]:
         """Of each of the mix's loads, with the best shares of streamed rows."""
-        model = self.model(draft.places, draft.ring_layers * draft.ring_layer_bytes)
+        model = self._model(draft)
+        if id(draft) not in self._seconds:
+            self._seconds[id(draft)] = self._measure(model)
+        return self._seconds[id(draft)]
+
+    def _measure(self, model: CostModel) -> tuple[float, ...]:
         loads = self.mix.loads
         shares = {load.num_tokens: model.best_share(load) for load in loads}
         table = SplitTable(tuple(sorted(shares.items())))
@@ -86,9 +96,8 @@ class Judge:
 
     def table(self, draft: Draft) -> SplitTable:
         """The streamed share by tokens per step."""
-        model = self.model(draft.places, draft.ring_layers * draft.ring_layer_bytes)
         mix = self.mix
-        return model.table(mix.chunk_tokens, mix.num_seqs, max(mix.num_context, 1))
+        return self._model(draft).table(mix.chunk_tokens, mix.num_seqs, max(mix.num_context, 1))
 
     def computes(self, path: str) -> bool:
         """Whether a weight that has one place, and cannot be resident, is better off computed on

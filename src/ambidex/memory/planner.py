@@ -21,12 +21,12 @@ from ambidex.memory.model_shape import ModelShape
 from ambidex.memory.operations import StepLoad
 from ambidex.memory.placement import ModuleSize, Placement, PlacementPlan, plan_placement
 from ambidex.memory.profile import HardwareProfile
+from ambidex.memory.proposals import changes
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
     GroupSize,
     KVSize,
-    least_kv_bytes,
     sequence_tokens,
     size_kv_cache,
 )
@@ -36,6 +36,7 @@ from ambidex.memory.step_memory import (
     activation_bytes,
     graph_bytes,
     graph_rows,
+    room_for_kv,
     rope_bytes,
 )
 
@@ -141,13 +142,15 @@ def make_plan(
     except PlanRefused:
         raise
     except OutOfMemory as error:
-        from ambidex.memory.proposals import changes
-
         found: list[Proposal] = []
-        for flags, other, other_shape in changes(config, shape, plan, reshape):
-            with contextlib.suppress(OutOfMemory, OptionError):
-                found.append(Proposal(flags, plan(other, other_shape).predictions))
-            if len(found) == MAX_PROPOSALS:
+        for together in (False, True):
+            # Several changes together only where none is enough.
+            for flags, other, other_shape in changes(config, shape, plan, reshape, together):
+                with contextlib.suppress(OutOfMemory, OptionError):
+                    found.append(Proposal(flags, plan(other, other_shape).predictions))
+                if len(found) == MAX_PROPOSALS:
+                    break
+            if found:
                 break
         raise PlanRefused(_refusal(str(error), found), found, str(error)) from None
 
@@ -211,7 +214,8 @@ def _plan(
             captured = graph_rows(limits.max_num_seqs)
         beside = graph_bytes(sizes, captured) + rope_bytes(shape, length)
         share = ASKED_KV_SHARE
-        least_kv = least_kv_bytes(groups, cache, limits, length, is_given)
+        kv_room = room_for_kv(groups, cache, limits, length, is_given)
+        least_steps = step_bytes(length if is_given else 1)
         placement, cache_bytes = plan_with_cache(
             shape.modules,
             lambda num_bytes: plan_placement(
@@ -220,9 +224,9 @@ def _plan(
                 max(host.free_bytes - step_bytes(1), 0),
                 config.offload,
                 profile,
-                typical_mix(shape, limits, least_kv),
+                typical_mix(shape, limits, kv_room),
             ),
-            max(lane.free_bytes - step_bytes(1) - beside - least_kv, 0),
+            max(lane.free_bytes - least_steps - beside - kv_room, 0),
             lane.capacity_bytes // CACHE_DIVISOR,
             config.offload.moe_expert_cache,
         )

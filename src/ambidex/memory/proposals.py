@@ -36,10 +36,11 @@ def changes(
     shape: ModelShape,
     plan: Callable[[EngineConfig, ModelShape], Planned],
     reshape: Callable[[EngineConfig], ModelShape] | None,
+    together: bool,
 ) -> Iterator[Change]:
     """(options, what they make of ``config``, the model's shape then): nothing of them is planned
     yet. First what costs no quality (an offload, a shorter context, fewer requests), then a
-    smaller KV cache and fewer bits, at last several together."""
+    smaller KV cache and fewer bits; or, ``together``, several of them."""
 
     def of(changed: EngineConfig) -> ModelShape:
         if reshape is None:
@@ -54,36 +55,41 @@ def changes(
             tried.append(changed)
             yield flags, changed, of(changed)
 
+    smaller = _smaller_steps(config)
+    kinds = [kind for kind in QUANTISED_BITS if _can_quantise(config, shape, kind)]
+    if together:
+        for kind in kinds:
+            flags, least = smaller
+            least = _with_cache(_quantised(least, kind), kv_cache_dtype="int8")
+            flags = f"--quantization {kind} --kv-cache-dtype int8 {flags}"
+            yield from change(flags, least)
+            yield from _shorter(least, of(least), plan, change, before=f"{flags} ")
+        return
     offload = config.offload
-    if offload.cpu_offload_bytes is not None or offload.patterns or offload.mode != "auto":
-        free = replace(offload, cpu_offload_bytes=None, patterns=(), mode="auto")
-        names = [
-            name
-            for name, is_given in (
-                ("--cpu-offload-gb", offload.cpu_offload_bytes is not None),
-                ("--offload-layers", bool(offload.patterns)),
-                ("--offload-mode", offload.mode != "auto"),
-            )
-            if is_given
-        ]
+    names = [
+        name
+        for name, is_given in (
+            ("--cpu-offload-gb", offload.cpu_offload_bytes is not None),
+            ("--offload-layers", bool(offload.patterns)),
+            ("--offload-mode", offload.mode != "auto"),
+            ("--offload-prefetch-step", (offload.prefetch_step or 0) > 1),
+        )
+        if is_given
+    ]
+    if names:
+        free = replace(
+            offload, cpu_offload_bytes=None, patterns=(), mode="auto", prefetch_step=None
+        )
         yield from change(f"leave out {' and '.join(names)}", replace(config, offload=free))
     if offload.mode in ("auto", "stream", "split"):
         computed = replace(offload, mode="compute")
         yield from change("--offload-mode compute", replace(config, offload=computed))
     yield from _shorter(config, shape, plan, change)
-    smaller = _smaller_steps(config)
     yield from change(*smaller)
     if config.cache.kv_cache_dtype != "int8":
         yield from change("--kv-cache-dtype int8", _with_cache(config, kv_cache_dtype="int8"))
-    kinds = [kind for kind in QUANTISED_BITS if _can_quantise(config, shape, kind)]
     for kind in kinds:
         yield from change(f"--quantization {kind}", _quantised(config, kind))
-    for kind in kinds:
-        flags, least = smaller
-        least = _with_cache(_quantised(least, kind), kv_cache_dtype="int8")
-        flags = f"--quantization {kind} --kv-cache-dtype int8 {flags}"
-        yield from change(flags, least)
-        yield from _shorter(least, of(least), plan, change, before=f"{flags} ")
 
 
 def _shorter(

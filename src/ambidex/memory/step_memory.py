@@ -5,12 +5,14 @@ Loading reserves by them before anything is there, and the planner prints the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ambidex.config import CheckpointConfig, SchedulerConfig
+from ambidex.config import CacheConfig, CheckpointConfig, SchedulerConfig
 from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.model_shape import KVShape, ModelShape
+from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, least_kv_bytes
 
 #: Most rows of a captured step: beyond, launching takes little beside computing.
 MAX_CAPTURED_ROWS = 16
@@ -105,6 +107,20 @@ def graph_bytes(sizes: StepSizes, rows: Sequence[int]) -> int:
     row += 3 * sizes.vocab
     # Each result is rounded up to a piece of memory.
     return sum(rows) * 4 * row + len(rows) * sizes.num_layers * 32 * 256
+
+
+def room_for_kv(
+    groups: Sequence[GroupSize],
+    cache: CacheConfig,
+    limits: SchedulerConfig,
+    max_model_len: int,
+    is_length_given: bool,
+) -> int:
+    """What weights leave for the KV cache on an accelerator. A cache whose size nobody gave takes
+    a share of what is left, and the least that it has to hold must be within that."""
+    least = least_kv_bytes(groups, cache, limits, max_model_len, is_length_given)
+    is_given = cache.num_blocks is not None or cache.kv_cache_bytes is not None
+    return least if is_given else math.ceil(least / ASKED_KV_SHARE) + 1
 
 
 def rope_bytes(shape: ModelShape, max_model_len: int) -> int:

@@ -116,6 +116,7 @@ class Drafts:
         self.offload = offload
         self.computes = computes
         self.total = sum(module.num_bytes for module in modules)
+        self._least: dict[str, Draft | None] = {}
         self.units = self._units(self._eligible())
         self.most = sum(module.num_bytes for unit in self.units for module in unit)
 
@@ -233,6 +234,11 @@ class Drafts:
 
     def least(self, mode: str) -> Draft | None:
         """The draft with the fewest bytes on the host that fits the device; None: there is none."""
+        if mode not in self._least:
+            self._least[mode] = self._find_least(mode)
+        return self._least[mode]
+
+    def _find_least(self, mode: str) -> Draft | None:
         wanted = max(self.total - self.device_budget, 0)
         while wanted <= self.most:
             draft = self.draft(mode, wanted)

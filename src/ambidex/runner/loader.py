@@ -38,11 +38,16 @@ from ambidex.memory.sizing import (
     DEFAULT_KV_SHARE,
     GroupSize,
     KVSize,
-    least_kv_bytes,
     resolve_max_model_len,
     size_kv_cache,
 )
-from ambidex.memory.step_memory import StepSizes, activation_bytes, graph_bytes, graph_rows
+from ambidex.memory.step_memory import (
+    StepSizes,
+    activation_bytes,
+    graph_bytes,
+    graph_rows,
+    room_for_kv,
+)
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
@@ -200,17 +205,18 @@ def _load_on(
         captured_rows = graph_rows(config.scheduler.max_num_seqs)
     captured_bytes = graph_bytes(step_sizes, captured_rows)
     beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
-    least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    kv_room = room_for_kv(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    least_steps = step_bytes(max_model_len if is_length_given else 1)
     places = plan_places(
         config,
         hands,
         model,
         table.paths(checkpoint.tensor_names()),
         planned,
-        step_bytes(1) + beside + least_kv,
+        least_steps + beside + kv_room,
         step_bytes(1),
         built_shape(model, groups, step_sizes, planned),
-        least_kv,
+        kv_room,
     )
     weights = [
         (ledger, _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1)))

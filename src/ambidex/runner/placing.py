@@ -220,12 +220,12 @@ def plan_places(
     other_bytes: int,
     host_other_bytes: int,
     shape: ModelShape,
-    least_kv_bytes: int,
+    kv_room: int,
 ) -> Places:
     """Decide where weights go. ``names``: of the checkpoint, by path; ``sizes``: bytes by path;
     ``other_bytes``: what the lane's own memory needs beside weights and staging, and
     ``host_other_bytes`` the host's; ``shape``: of the same model (see :func:`built_shape`);
-    ``least_kv_bytes``: of the KV cache, for certain. Raises OutOfMemory and OptionError."""
+    ``kv_room``: for the KV cache. Raises OutOfMemory and OptionError."""
     host, total = hands.host.ledger, sum(sizes.values())
     accelerator = hands.accelerator
     if accelerator is None:
@@ -235,7 +235,7 @@ def plan_places(
         weights=tuple(replace(w, names=tuple(names[w.path])) for w in shape.weights),
     )
     profile = accelerated_profile(accelerator, hands.host.num_threads)
-    mix = typical_mix(shape, config.scheduler, least_kv_bytes)
+    mix = typical_mix(shape, config.scheduler, kv_room)
     budget = max(accelerator.ledger.free_bytes - other_bytes, 0)
     host_budget = max(host.free_bytes - host_other_bytes, 0)
     share = accelerator.ledger.capacity_bytes // CACHE_DIVISOR
