@@ -33,6 +33,7 @@ from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
+from ambidex.memory.operations import StepLoad
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
@@ -111,6 +112,8 @@ class LoadedLane:
     load_s: float
     #: A line for each of the host's memories, where they are several.
     memory_nodes: list[str]
+    #: Seconds that a step should take; None where nothing is known of this machine's speed.
+    predict: Callable[[StepLoad], float] | None = None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
         """Module -> memory -> bytes of its weights."""
