@@ -50,16 +50,16 @@ def smallest_machine(
             low, high = (low, middle) if enough(middle) else (middle, high)
         return high if fits(shape, _with(profile, part, high), config) else None
 
-    found = []
+    found: dict[tuple[str, int], str] = {}
     for words, its_config, its_shape in _ways(config, shape, reshape):
-        size = least(its_shape, its_config, "host")
-        if size is not None:
-            found.append(f"--ram {size}GiB {words}")
-        elif profile.device is not None:
-            size = least(its_shape, its_config, "device")
+        for part in ("host", "device") if profile.device is not None else ("host",):
+            size = least(its_shape, its_config, part)
             if size is not None:
-                found.append(f"an accelerator of {size} GiB {words}")
-    return f"The smallest machines that would do: {'; '.join(found)}." if found else ""
+                what = f"--ram {size}GiB" if part == "host" else f"an accelerator of {size} GiB"
+                found.setdefault((part, size), f"{what} {words}")
+                break
+    ways = "; ".join(found.values())
+    return f"The smallest machines that would do: {ways}." if found else ""
 
 
 def _ways(
@@ -74,11 +74,14 @@ def _ways(
     yield "with these options", config, shape
     length = config.model.max_model_len
     free = replace(config, model=replace(config.model, max_model_len=None))
-    tried = list(changes(free, shape, plan, reshape))
-    if tried:
+    for together in (True, False):
+        tried = list(changes(free, shape, plan, reshape, together))
+        if not tried:
+            continue
         flags, frugal, its_shape = tried[-1]
         frugal = replace(frugal, model=replace(frugal.model, max_model_len=length))
         yield f"with {flags}", frugal, its_shape
+        return
 
 
 def _with(profile: HardwareProfile, part: str, gib: int) -> HardwareProfile:
