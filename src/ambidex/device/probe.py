@@ -12,11 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ambidex.device.cpu import CPUDevice
+from ambidex.device.registry import make_accelerator
 from ambidex.kernels.metadata import AttentionMetadata
 from ambidex.kernels.quantized import Quantized
 from ambidex.kernels.table import Kernels, Weight
@@ -28,11 +31,12 @@ from ambidex.memory.operations import (
     attention_flops,
     fit_reading,
 )
-from ambidex.memory.profile import Processor, ProductRate
+from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 
 if TYPE_CHECKING:
+    from ambidex.config import EngineConfig
     from ambidex.device.base import Accelerator
-    from ambidex.device.cpu import CPUDevice
+    from ambidex.kernels.cpu.topology import ThreadPlan
 
 # --------------------------------------------------------------------- constants of the host
 # Four of at most eight; the others are in ``memory/operations.py``. In the time of ``_work()``,
@@ -64,6 +68,8 @@ class Sizes:
     rounds: int = 3
 
 
+FULL = Sizes()
+#: Everything once, for tests.
 SHORT = Sizes(
     matrix=(256, 128),
     large_bytes=4 << 20,
@@ -103,19 +109,88 @@ def core_rate(kernels: Kernels) -> ComputeRate:
 
 
 def measure_host(
-    device: CPUDevice, name: str, memory_bytes: int, sizes: Sizes = Sizes()
+    device: CPUDevice,
+    name: str,
+    memory_bytes: int,
+    sizes: Sizes = Sizes(),
 ) -> Processor:
     """The host as ``device``'s kernels and threads see it. Called in a thread that may be pinned:
     ``device.prepare_thread`` is called. Takes seconds, and ``sizes.large_bytes`` of memory."""
     device.prepare_thread()
+    if device.kernels.name != "native":
+        # For looking into what goes wrong: a plain roofline has to do.
+        rate = core_rate(device.kernels)
+        products = {"float32": ProductRate(((1, rate.flops),))}
+        return Processor(
+            name, memory_bytes, rate.bytes_per_s, products, num_threads=device.num_threads
+        )
     with torch.inference_mode():
         return _HostProbe(device, sizes).measure(name, memory_bytes)
 
 
+def measure_machine(
+    config: EngineConfig,
+    plan: ThreadPlan,
+    name: str,
+    memory_bytes: int,
+    sizes: Sizes = Sizes(),
+) -> HardwareProfile:
+    """The host, with the threads of ``plan``, and the accelerator that ``config`` asks for."""
+    host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
+    try:
+        processor = measure_host(host, name, memory_bytes, sizes)
+    finally:
+        host.close()
+    sources = (f"measured here, {plan.num_threads} threads",)
+    if not config.device.names_accelerator:
+        return HardwareProfile(name, processor, origin="measured", sources=sources)
+    core = ComputeRate(
+        processor.reads_by_threads[0][1],
+        processor.product("float32").flops(_MATRIX_ROWS) / plan.num_threads,
+    )
+    accelerator = make_accelerator(config.device.device, lambda: core, ())
+    try:
+        device = measure_device(accelerator)
+        link, back = measure_link(accelerator)
+    finally:
+        accelerator.close()
+    return HardwareProfile(
+        f"{name} + {device.name}",
+        processor,
+        device,
+        link,
+        back,
+        link.latency_s,
+        "measured",
+        sources,
+    )
+
+
+def measure_device(device: Accelerator) -> Processor:
+    """An accelerator, as far as it knows itself."""
+    rate = device.rate
+    return Processor(
+        name=device.name,
+        memory_bytes=device.ledger.capacity_bytes,
+        bytes_per_s=rate.bytes_per_s,
+        products={"float32": ProductRate(((1, rate.flops),))},
+        launch_s=rate.launch_s,
+    )
+
+
 def measure_link(device: Accelerator, num_bytes: int = 64 << 20) -> tuple[LinkRate, LinkRate]:
     """The link to ``device`` and back, on its own clock: what large copies reach, and what a small
-    one takes longer than that."""
+    one takes longer than that. It must have some memory free."""
     small = 4096
+    num_bytes = max(min(num_bytes, device.ledger.free_bytes // 2), 16 * small)
+    held = device.ledger.reserve("staging", "probe", num_bytes)
+    try:
+        return _measure_link(device, small, num_bytes)
+    finally:
+        device.ledger.release(held)
+
+
+def _measure_link(device: Accelerator, small: int, num_bytes: int) -> tuple[LinkRate, LinkRate]:
     on_device = device.empty((num_bytes,), torch.uint8, "staging")
     on_host = torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -126,7 +201,9 @@ def measure_link(device: Accelerator, num_bytes: int = 64 << 20) -> tuple[LinkRa
         times = []
         for _ in range(_ROUNDS):
             began = stream.record().reached()
-            times.append(device.copy(*pair, "probe").reached() - began)
+            copied = device.copy(*pair, "probe")
+            copied.wait()
+            times.append(copied.reached() - began)
         return min(times)
 
     found = []
@@ -181,8 +258,7 @@ class _HostProbe:
     # ------------------------------------------------------------------------------ products
 
     def _weights(self) -> dict[str, Weight]:
-        """One matrix of each form, as files have them. The reference table multiplies low bits as
-        float32."""
+        """One matrix of each form, as files have them."""
         rows, columns = self._sizes.matrix
         matrix = torch.full((rows, columns), 0.01)
         kernels = self._kernels
@@ -194,7 +270,7 @@ class _HostProbe:
                 ("float16", torch.float16),
             )
         }
-        for bits in (8, 6, 5, 4) if kernels.name == "native" else ():
+        for bits in (8, 6, 5, 4):
             weights[f"int{bits}"] = kernels.pack(_low_bit(rows, columns, bits))
         return weights
 
@@ -245,18 +321,15 @@ class _HostProbe:
         device = self._device
         found = []
         for count in (2**power for power in range(device.num_threads.bit_length())):
-            if count < device.num_threads and self._kernels.name == "native":
+            if count < device.num_threads:
                 kernels: Any = type(self._kernels)(count, device.cpus[:count], self._kernels.level)
-                run = _Run(kernels, self._max_rows, self._calls(kernels, weight))
+                copies = self._copies(weight, self._sizes.large_bytes)
+                run = _Run(kernels, self._max_rows, self._calls(kernels, copies))
                 found.append((count, weight.num_bytes / self._each_s(run, 1, 0.0)))
         return (*found, (device.num_threads, all_threads))
 
-    def _calls(self, kernels: Any, weight: Weight) -> list[Callable[[], Tensor]]:
-        x = self._input
-        return [
-            lambda matrix=matrix: kernels.linear(x, matrix)
-            for matrix in self._copies(weight, self._sizes.large_bytes)
-        ]
+    def _calls(self, kernels: Any, weights: Sequence[Weight]) -> list[Callable[[], Tensor]]:
+        return [partial(kernels.linear, self._input, weight) for weight in weights]
 
     def _copies(self, weight: Weight, num_bytes: int) -> list[Weight]:
         """So many of ``weight`` that they have about ``num_bytes``, side by side."""
@@ -275,11 +348,7 @@ class _HostProbe:
         return [weight.moved(move) for _ in range(max(1, num_bytes // (weight.num_bytes + 64)))]
 
     def _products(self, weights: Sequence[Weight]) -> _Run:
-        x = self._input
-        calls: list[Callable[[], Tensor]] = [
-            lambda matrix=matrix: self._kernels.linear(x, matrix) for matrix in weights
-        ]
-        return _Run(self._kernels, self._max_rows, calls)
+        return _Run(self._kernels, self._max_rows, self._calls(self._kernels, weights))
 
     def _each_s(self, run: _Run, rows: int, launch_s: float) -> float:
         """Seconds of each call of ``run``, its launch apart."""
@@ -290,8 +359,10 @@ class _HostProbe:
     def _launch_s(self) -> float:
         """Of an operation that has next to nothing to do."""
         x, weight = torch.ones(self._max_rows, 16), torch.ones(16)
-        calls = [lambda: self._kernels.rms_norm(x, weight, 1e-6)] * 200
-        return self._each_s(_Run(self._kernels, self._max_rows, calls), 1, 0.0)
+        calls = [partial(self._kernels.rms_norm, x, weight, 1e-6)] * 200
+        run = _Run(self._kernels, self._max_rows, calls)
+        # Short enough for many rounds, of which some are undisturbed.
+        return run.seconds(self._ids, 1, 10 * self._sizes.rounds)
 
     def _small_bytes_per_s(self, launch_s: float) -> float:
         """Norms: what is read and written, of tokens enough for a step of a prompt."""
@@ -300,7 +371,7 @@ class _HostProbe:
         num = max(2, self._sizes.large_bytes // (4 * rows * width))
         parts = self._memory[: num * 4 * rows * width].view(torch.float32).view(num, rows, width)
         weight = torch.ones(width)
-        calls = [lambda x=x: self._kernels.rms_norm(x, weight, 1e-6) for x in parts]
+        calls = [partial(self._kernels.rms_norm, x, weight, 1e-6) for x in parts]
         run = _Run(self._kernels, rows, calls)
         return 8.0 * rows * width / self._each_s(run, rows, launch_s)
 
@@ -346,15 +417,15 @@ class _HostProbe:
             _BLOCK_SIZE, num_blocks, None, [0, num_new], [context], [list(range(num_blocks))]
         )
 
-        def call(cache: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-            return lambda: kernels.attention(query, cache, metadata, _HEAD_DIM**-0.5)
-
-        run = _Run(kernels, self._max_rows, [call(cache) for cache in caches], metadata)
+        calls = [
+            partial(kernels.attention, query, cache, metadata, _HEAD_DIM**-0.5) for cache in caches
+        ]
+        run = _Run(kernels, self._max_rows, calls, metadata)
         return run.seconds(self._ids, num_new, self._sizes.rounds)
 
 
 class _Run:
-    """Calls that are alike, one after the other, as a step runs them: recorded where the table can.
+    """Calls that are alike, recorded one after the other, as a step runs them.
 
     Each is timed by itself. Of a call the best round counts, and of the calls the median: what
     other programs do in between falls on few of them.
@@ -368,9 +439,7 @@ class _Run:
         metadata: AttentionMetadata | None = None,
     ) -> None:
         self._kernels, self._calls, self._metadata = kernels, calls, metadata
-        self._recording: Any = None
-        if kernels.can_record:
-            self._recording = kernels.record(max_rows, max_rows + 1, self._record)
+        self._recording = kernels.record(max_rows, max_rows + 1, self._record)
 
     def _record(self, _: int) -> tuple[Tensor, Tensor]:
         for call in self._calls:
@@ -380,19 +449,13 @@ class _Run:
     def seconds(self, ids: Tensor, rows: int, rounds: int) -> float:
         """Of one call, with that many rows."""
         kernels = self._kernels
-        if self._recording is None:
-            # The tensors have the largest number of rows, whatever is asked for.
-            times = [[_best_s(call, rounds) * rows / len(ids)] for call in self._calls]
-        else:
-            kernels.set_step(ids, ids, rows)
-            kernels.set_logit_rows([])
-            if self._metadata is not None:
-                kernels.set_metadata(self._metadata)
-            num_calls = len(self._calls)
-            # The first round takes what memory results need.
-            times = [self._recording.replay_timed()[:num_calls] for _ in range(rounds + 1)]
-            times = [list(each) for each in zip(*times, strict=True)]
-        return statistics.median(min(each) for each in times)
+        kernels.set_step(ids, ids, rows)
+        kernels.set_logit_rows([])
+        if self._metadata is not None:
+            kernels.set_metadata(self._metadata)
+        # The first round takes the memory that results need.
+        times = [self._recording.replay_timed()[: len(self._calls)] for _ in range(rounds + 1)]
+        return statistics.median(min(each) for each in zip(*times, strict=True))
 
 
 def _low_bit(rows: int, columns: int, bits: int) -> Quantized:
