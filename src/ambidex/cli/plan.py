@@ -127,11 +127,13 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
 
         return table_profile(gpu, cpu, ram)
     from ambidex.device.profile_cache import this_machine
+    from ambidex.memory.host import host_capacity_bytes
+    from ambidex.weights.hub import cache_dir
 
-    profile = this_machine(config)
-    if ram is None:
-        return profile
-    return replace(profile, host=replace(profile.host, memory_bytes=ram))
+    profile = this_machine(config, cache_dir())
+    # What the system and the container leave now, as the engine's ledger has it.
+    size = host_capacity_bytes() if ram is None else ram
+    return replace(profile, host=replace(profile.host, memory_bytes=size))
 
 
 def _draw(plan: Plan, name: str) -> None:
