@@ -380,6 +380,53 @@ def test_a_device_in_the_file_gives_way_to_a_gpu(call_command: Command, tmp_path
     assert "A10" in found["hardware"]["device"]["name"] and found["full_concurrency"] <= 2
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """This machine, without a measurement: which devices were asked for."""
+    asked: list[str] = []
+
+    def measure(config: EngineConfig, *_: Any) -> HardwareProfile:
+        asked.append(config.device.device)
+        return HardwareProfile("this machine", HOST, origin="measured", sources=("measured here",))
+
+    monkeypatch.setattr("ambidex.device.profile_cache._measure", measure)
+    monkeypatch.setenv("AMBIDEX_CACHE", str(tmp_path / "cache"))
+    return asked
+
+
+def test_without_names_it_is_this_machine(
+    call_command: Command, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ambidex.memory.host.host_capacity_bytes", lambda: 64 << 30)
+    done = call_command("plan", "smollm2-135m")
+    assert done.code == 0 and "rates: measured\n  measured here\n" in done.out
+    assert "measuring this machine once" in done.err
+    found = json.loads(call_command("plan", "smollm2-135m", "--this-machine", "--json").out)
+    assert found["hardware"]["device"] is None and found["placement"] is None
+    assert found["hardware"]["host"]["memory_bytes"] == 64 << 30
+    # Lanes of this machine hold plain weights in float32.
+    assert found["model"]["weight_bytes"] > 4 * found["model"]["num_parameters"] * 0.99
+    words = ("plan", "smollm2-135m", "--ram", "8", "--json")
+    assert json.loads(call_command(*words).out)["hardware"]["host"]["memory_bytes"] == 8 << 30
+    assert measured == ["auto"]
+
+
+def test_a_cpu_of_the_table_is_a_machine_without_an_accelerator(call_command: Command) -> None:
+    done = call_command("plan", SMALL, "--cpu", "epyc-9354", "--cpu-offload-gb", "4")
+    assert done.code == 0 and "every weight is in host memory" in done.out
+    assert "--cpu-offload-gb 4GiB: no effect here" in done.err
+
+
+def test_weights_that_are_quantised_already_stay_so_beside_a_gpu(call_command: Command) -> None:
+    words = ("plan", SMALL, "--gpu", "A10", "--json")
+    plain = json.loads(call_command(*words).out)["model"]
+    assert plain["weight_bytes"] == pytest.approx(2 * plain["num_parameters"], rel=0.01)
+    low = json.loads(call_command(*words, "--quantization", "int4").out)["model"]
+    assert low["weight_bytes"] < plain["weight_bytes"] / 3
+    wide = json.loads(call_command(*words, "--dtype", "float32").out)["model"]
+    assert wide["weight_bytes"] > 1.9 * plain["weight_bytes"]
+
+
 def test_what_does_not_fit_names_what_does(call_command: Command) -> None:
     words = ("plan", "llama-3-70b", "--gpu", "A100-80", "--ram", "64GB")
     done = call_command(*words)

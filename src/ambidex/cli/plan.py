@@ -126,10 +126,13 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
         from ambidex.memory.hardware_table import table_profile
 
         return table_profile(gpu, cpu, ram)
+    from ambidex import logs
     from ambidex.device.profile_cache import this_machine
     from ambidex.memory.host import host_capacity_bytes
     from ambidex.weights.hub import cache_dir
 
+    # It says so where it has to measure, which takes seconds.
+    logs.configure(config.log.level, config.log.format)
     profile = this_machine(config, cache_dir())
     # What the system and the container leave now, as the engine's ledger has it.
     size = host_capacity_bytes() if ram is None else ram

@@ -87,17 +87,18 @@ def _machine(profile: HardwareProfile) -> Iterator[str]:
         link = ""
         if profile.link is not None:
             link = f"; a link of {_bandwidth(profile.link.bytes_per_s)}"
-            if profile.link_back not in (None, profile.link):
-                assert profile.link_back is not None
-                link += f" there and {_bandwidth(profile.link_back.bytes_per_s)} back"
+            back = profile.link_back
+            if back is not None and back.bytes_per_s != profile.link.bytes_per_s:
+                link += f" there and {_bandwidth(back.bytes_per_s)} back"
         yield f"accelerator: {_processor(profile.device)}{link}"
     yield f"host: {_processor(profile.host)}"
-    where = "measured on this machine" if profile.origin == "measured" else "from the table"
-    yield "; ".join([f"rates: {where}", *(source.rstrip(".") for source in profile.sources)])
+    yield "rates: from the table" if profile.origin == "table" else "rates: measured"
+    yield from (f"  {source}" for source in profile.sources)
 
 
 def _processor(processor: Processor) -> str:
-    threads = f", {processor.num_threads} threads" if processor.num_threads else ""
+    number = processor.num_threads
+    threads = f", {number} thread{'s' if number > 1 else ''}" if number else ""
     return (
         f"{processor.name}{threads}, {format_bytes(processor.memory_bytes)} of memory read at "
         f"{_bandwidth(processor.bytes_per_s)}"

@@ -155,7 +155,7 @@ _HOW = {
 
 
 def _times(seconds: Iterable[float]) -> str:
-    *first, last = (f"{each * 1e3:.3g} ms" for each in seconds)
+    *first, last = (f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.3g} ms" for s in seconds)
     return f"{', '.join(first)} and {last}"
 
 
