@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "ambidex"
 
 BASE = {
     "cgroups",
+    "checkpoint_names",
     "errors",
     "config",
     "logs",
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": {"kernels"},
     "kv": {"memory", "device"},
     "layers": {"device", "kernels", "quant", "kv"},
-    "models": {"layers"},
+    "models": {"layers", "memory.architectures"},
     "weights": {"memory", "device", "quant"},
     "runner": DATA_PLANE,
     "engine": {"memory", "kv", "runner", "weights.headers"},
@@ -69,6 +70,8 @@ WITHOUT_TORCH = [
     "ambidex.kv.block",
     "ambidex.kv.block_manager",
     "ambidex.kv.block_pool",
+    "ambidex.checkpoint_names",
+    "ambidex.memory.architectures",
     "ambidex.memory.compression",
     "ambidex.memory.cost_model",
     "ambidex.memory.expert_cache",
@@ -81,6 +84,7 @@ WITHOUT_TORCH = [
     "ambidex.memory.operations",
     "ambidex.memory.placement",
     "ambidex.memory.planner",
+    "ambidex.memory.public_shapes",
     "ambidex.memory.profile",
     "ambidex.memory.proposals",
     "ambidex.memory.rates",
@@ -97,6 +101,7 @@ WITHOUT_TORCH = [
     "ambidex.sysfs",
     "ambidex.weights.headers",
     "ambidex.weights.hub",
+    "ambidex.weights.shape",
 ]
 
 

@@ -90,12 +90,9 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token is multiplied with, looked-up tables apart."""
-        return sum(
-            weight.rows * weight.columns * weight.num_chosen
-            for weight in self.weights
-            if weight.kind is not WeightKind.TABLE
-        )
+        """Those that one token uses, as model cards count them: of experts the chosen ones, and
+        all else, tables that are looked up included."""
+        return sum(w.rows * w.columns * w.num_chosen for w in self.weights)
 
     @property
     def weight_bytes(self) -> int:

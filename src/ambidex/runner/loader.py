@@ -21,17 +21,19 @@ except Exception as error:  # A broken installation fails in many ways.
         "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
     ) from error
 
+from ambidex.checkpoint_names import NameTable
 from ambidex.config import EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
+from ambidex.memory.operations import StepLoad
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
@@ -110,6 +112,8 @@ class LoadedLane:
     load_s: float
     #: A line for each of the host's memories, where they are several.
     memory_nodes: list[str]
+    #: Seconds that a step should take; None where nothing is known of this machine's speed.
+    predict: Callable[[StepLoad], float] | None = None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
         """Module -> memory -> bytes of its weights."""
