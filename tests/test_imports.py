@@ -62,6 +62,7 @@ WITHOUT_TORCH = [
     "ambidex.config",
     "ambidex.device.host_nodes",
     "ambidex.device.node_probe",
+    "ambidex.device.profile_cache",
     "ambidex.engine.scheduler",
     "ambidex.errors",
     "ambidex.kernels.cpu.levels",
