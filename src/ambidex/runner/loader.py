@@ -43,6 +43,7 @@ from ambidex.memory.sizing import (
     size_kv_cache,
 )
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.compressing import Compressing
 from ambidex.runner.graphs import GraphReplayer, graph_rows
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
@@ -196,6 +197,8 @@ def _load_on(
     captured_bytes = graph_bytes(model_values, groups, captured_rows)
     beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
     least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    streaming = Compressing(hands, model, config.offload)
+    beside += streaming.staging_bytes
     places = plan_places(
         config,
         hands,
@@ -243,7 +246,7 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
-    place_parameters(model, places.by_path)
+    place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
         hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
@@ -270,6 +273,7 @@ def _load_on(
         if accelerator is not None:
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
+            streaming.start(model)
     # What loading freed counts as free.
     give_freed_memory_back()
     kv_cache = memory.make_cache(make_cache)
@@ -309,7 +313,8 @@ def _load_on(
     if cache.prefault:
         arena = recorded.arena_tensors() if recorded is not None else []
         memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
-    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host), *memory.notes]
+    notes = [*hands.notes, *places.notes, *streaming.notes]
+    notes += [*host_nodes.notes(on_host), *memory.notes]
     if size.note:
         notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]

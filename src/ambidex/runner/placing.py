@@ -186,10 +186,6 @@ def plan_places(
     for line in describe(plan):
         logger.info("%s", line)
     notes = [*plan.notes, *plan.warnings]
-    if config.offload.compress:
-        notes.append(
-            "--offload-compress has no effect yet: streamed weights cross the link as they are."
-        )
     return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
 
 

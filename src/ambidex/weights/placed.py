@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ambidex.device.queued import QueuedKernels, num_bytes
+from ambidex.weights.compressed import raw_bytes
 from ambidex.weights.streamer import Ranges, StagedRows, Streamer, staged_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Weight
+    from ambidex.weights.compressed import Compression
     from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
 
 #: Rows are cut at multiples of this.
@@ -139,6 +141,9 @@ class Place(Protocol):
     @property
     def streamed_rows(self) -> Callable[[int], int]: ...
 
+    @property
+    def is_compressed(self) -> bool: ...
+
 
 class _Uncut:
     """The place of a matrix that cannot be cut: all of it where most of it would be."""
@@ -146,6 +151,7 @@ class _Uncut:
     def __init__(self, place: Place, num_rows: int) -> None:
         self._place = place
         self._num_rows = num_rows
+        self.is_compressed = place.is_compressed
         self.resident_rows = num_rows if place.resident_rows >= num_rows else 0
 
     def streamed_rows(self, num_tokens: int) -> int:
@@ -169,19 +175,29 @@ def ring_bytes(order: Sequence[Ordered], num_groups: int, max_rows: int) -> int:
     groups: dict[str, int] = {}
     for item in order:
         weight = item.weight
-        count = max(weight.streamed_rows(rows) for rows in _row_counts(max_rows))
+        count = max(weight.streamed_rows(rows) for rows in row_counts(max_rows))
         if count:
             size = weight.staged(count).num_bytes
             groups[item.group] = groups.get(item.group, 0) + size
     return num_groups * max(groups.values(), default=0)
 
 
-def _row_counts(max_rows: int) -> list[int]:
+def row_counts(max_rows: int) -> list[int]:
     """Numbers of rows at which a table by tokens may change: powers of two, and the largest."""
     counts = [1]
     while counts[-1] * 2 < max_rows:
         counts.append(counts[-1] * 2)
     return [*counts, max_rows]
+
+
+def decompressed_bytes(order: Sequence[Ordered]) -> int:
+    """Bytes of the largest weight, or piece of one, that arrives compressed; 0: none does."""
+    sizes = [0]
+    for item in order:
+        weight = item.weight
+        piece_bytes = 2 * (weight.piece_rows or weight.num_rows) * weight.halves * weight.shape[1]
+        sizes.append(min(raw_bytes(weight.host), piece_bytes))
+    return max(sizes)
 
 
 class PlacedKernels:
@@ -203,6 +219,8 @@ class PlacedKernels:
         self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
         self._streamer: Streamer | None = None
         self._experts: ExpertSlots | None = None
+        #: Of weights whose place says so; None: they stay as they are.
+        self.compression: Compression | None = None
         #: Weights with rows on the host, in the order of execution.
         self._order: list[Ordered] = []
         #: Host tensors that do not change, on the device, and the other way round; by address.
@@ -262,8 +280,7 @@ class PlacedKernels:
         Beside what is held in the end it takes the host's memory for this one matrix.
         """
         if place is not None and not place.resident_rows:
-            # What stays on the host as a whole is packed where it stays.
-            kept = self._host.inner.pack_parts(parts, precise)
+            kept = self._keep_on_host(parts, precise, place.is_compressed)
             if is_paired and kept.shape[0] // 2 % _PANEL_ROWS:
                 place = _Uncut(place, kept.shape[0] // 2)
             return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
@@ -288,6 +305,17 @@ class PlacedKernels:
             return resident
         assert place is not None
         return PlacedWeight(shape, is_paired, resident, host, place.streamed_rows)
+
+    def _keep_on_host(
+        self, parts: Sequence[Tensor | Quantized], precise: bool, is_compressed: bool
+    ) -> Any:
+        """A matrix that stays on the host as a whole, packed where it stays."""
+        if self.compression is None or not is_compressed:
+            return self._host.inner.pack_parts(parts, precise)
+        with self._inner.temporary_weights():
+            whole = self._host.inner.pack_parts(parts, precise)
+            made = self.compression.compress(whole, self._host.inner, self._inner.keep)
+            return made or whole.gather([(0, whole.shape[0])], self._inner.keep)
 
     def _store(self, pieces: list[Tensor]) -> Tensor:
         stored = self._device.empty((num_bytes(pieces),), torch.uint8, "weights")
