@@ -12,7 +12,7 @@ import torch
 from ambidex.layers.module import Matrix, Parameter, Place, Table
 from ambidex.runner.placing import placed_weights
 from ambidex.weights.compressed import Compression
-from ambidex.weights.placed import decompressed_bytes, row_counts
+from ambidex.weights.placed_weight import decompressed_bytes, row_counts
 
 if TYPE_CHECKING:
     from ambidex.config import OffloadConfig, SchedulerConfig

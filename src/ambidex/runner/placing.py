@@ -25,7 +25,7 @@ from ambidex.memory.placement import (
 )
 from ambidex.memory.split import streamed_rows
 from ambidex.weights.expert_slots import ExpertSlots, HostExperts
-from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
+from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
 if TYPE_CHECKING:
