@@ -1,10 +1,10 @@
 """Kernels over two memories: each product runs where its weight lies.
 
 A weight's rows (output features) may be resident on the accelerator, copied to it ahead of use, or
-multiplied with on the host; the parts of one product run at the same time. Results of the host
-stay there until something on the accelerator needs them, so that between the two matrices of an MLP
-on the host nothing crosses the link; ``crossing.py`` says what does. Every kernel treats a row of a weight alone, so the tokens are
-the same wherever it lies.
+multiplied with on the host; the parts of one product run at the same time. Results of the host stay
+there until something on the accelerator needs them, so that between the two matrices of an MLP on
+the host nothing crosses the link; ``crossing.py`` says what does. Every kernel treats a row of a
+weight alone, so the tokens are the same wherever it lies.
 """
 
 from __future__ import annotations
