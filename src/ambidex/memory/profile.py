@@ -141,9 +141,9 @@ class HardwareProfile:
     link_back: LinkRate | None = None
     #: One crossing within a step: what is left of the latency when host and device hand over.
     sync_s: float = 0.0
-    #: Of a number of activations where it crosses the link.
-    activation_bytes: int = 4
     #: table | measured
     origin: str = "table"
     #: Where the numbers are from: a line each.
     sources: tuple[str, ...] = field(default=())
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4
