@@ -81,9 +81,6 @@ class Processor:
     token_s: float = 0.0
     #: Cores or threads that compute; 0: a device on its own.
     num_threads: int = 0
-    #: What its memory gives to everyone together, copies over the link included; 0: no more than
-    #: the processor alone reads.
-    shared_bytes_per_s: float = 0.0
     #: Attention by the form of keys and values ("float32", "float16"), where it was measured; its
     #: rows are the queries that share a key: tokens times heads of a KV head.
     attention: Mapping[str, ProductRate] = field(default_factory=dict)
@@ -96,6 +93,9 @@ class Processor:
     reads_by_threads: tuple[tuple[int, float], ...] = ()
     #: A fixed cost of each token of a prompt, in seconds.
     prompt_token_s: float = 0.0
+    #: What its memory gives to everyone together, copies over the link included; 0: no more than
+    #: the processor alone reads.
+    shared_bytes_per_s: float = 0.0
 
     @property
     def total_bytes_per_s(self) -> float:
@@ -141,9 +141,9 @@ class HardwareProfile:
     link_back: LinkRate | None = None
     #: One crossing within a step: what is left of the latency when host and device hand over.
     sync_s: float = 0.0
-    #: Of a number of activations where it crosses the link.
-    activation_bytes: int = 4
     #: table | measured
     origin: str = "table"
     #: Where the numbers are from: a line each.
     sources: tuple[str, ...] = field(default=())
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4

@@ -50,6 +50,7 @@ from ambidex.memory.step_memory import (
     room_for_kv,
 )
 from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.runner.compressing import Compressing
 from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
@@ -210,6 +211,8 @@ def _load_on(
     beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
     kv_room = room_for_kv(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
     least_steps = step_bytes(max_model_len if is_length_given else 1)
+    streaming = Compressing(hands, model, config.offload)
+    beside += streaming.staging_bytes
     places = plan_places(
         config,
         hands,
@@ -259,7 +262,7 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
-    place_parameters(model, places.by_path)
+    place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
         hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
@@ -286,6 +289,7 @@ def _load_on(
         if accelerator is not None:
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
+            streaming.start(model)
     # What loading freed counts as free.
     give_freed_memory_back()
     kv_cache = memory.make_cache(make_cache)
@@ -325,7 +329,8 @@ def _load_on(
     if cache.prefault:
         arena = recorded.arena_tensors() if recorded is not None else []
         memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
-    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host), *memory.notes]
+    notes = [*hands.notes, *places.notes, *streaming.notes]
+    notes += [*host_nodes.notes(on_host), *memory.notes]
     if size.note:
         notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]

@@ -24,7 +24,7 @@ from ambidex.memory.planner import CACHE_DIVISOR, plan_with_cache
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.split import SplitTable, streamed_rows
 from ambidex.weights.expert_slots import ExpertSlots, HostExperts
-from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
+from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
 if TYPE_CHECKING:
@@ -258,10 +258,6 @@ def plan_places(
     for line in describe(plan):
         logger.info("%s", line)
     notes = [*plan.notes, *plan.warnings]
-    if config.offload.compress:
-        notes.append(
-            "--offload-compress has no effect yet: streamed weights cross the link as they are."
-        )
     return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
 
 
