@@ -268,6 +268,7 @@ class NativeKernels(
                 best,
                 is_finite,
                 self._context.replay,
+                self._context.replay_timed,
             )
         finally:
             self._context.end_recording()

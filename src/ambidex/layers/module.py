@@ -153,6 +153,8 @@ class Place:
 
     resident_rows: int
     streamed_rows: Callable[[int], int]
+    #: All rows are copied in every step: they may be kept, and copied, compressed.
+    is_compressed: bool = False
 
 
 class PlacingKernels(Protocol):

@@ -106,3 +106,9 @@ class ModelShape:
     def modules(self) -> list[ModuleSize]:
         """The weights as placement sees them."""
         return [weight.module for weight in self.weights]
+
+
+def form_of(bits: float) -> str:
+    """The form of weights that take so many bits each, scales included."""
+    forms = (("int4", 5), ("int5", 6), ("int6", 7), ("int8", 10), ("bfloat16", 20))
+    return next((form for form, most in forms if bits < most), "float32")

@@ -6,10 +6,11 @@ machine (``device/probe.py``); nobody else may know which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ambidex.memory.cost_model import LinkRate
+from ambidex.memory.rates import LinkRate
 
 #: Forms of weights that a processor may have rates of its own for, the widest first. ``intN`` are
 #: those of N bits with scales, whatever file they came from; the host multiplies them with
@@ -24,6 +25,11 @@ class ProductRate:
     often reach less than many."""
 
     points: tuple[tuple[int, float], ...]
+    #: Reading of what it multiplies with, out of memory; 0: as fast as any other.
+    bytes_per_s: float = 0.0
+    #: How well reading and arithmetic hide behind each other: both take
+    #: ``(reading^overlap + arithmetic^overlap) ^ (1 / overlap)``; at infinity the longer one.
+    overlap: float = math.inf
 
     def flops(self, rows: float) -> float:
         """Between two points the seconds of a row change evenly."""
@@ -41,7 +47,15 @@ class ProductRate:
 
     def scaled(self, factor: float) -> ProductRate:
         """Of a processor ``factor`` times as fast."""
-        return ProductRate(tuple((rows, flops * factor) for rows, flops in self.points))
+        points = tuple((rows, flops * factor) for rows, flops in self.points)
+        return ProductRate(points, self.bytes_per_s * factor, self.overlap)
+
+    def together(self, read_s: float, compute_s: float) -> float:
+        """Seconds of reading and arithmetic that go on beside each other."""
+        shorter, longer = sorted((read_s, compute_s))
+        if not shorter or math.isinf(self.overlap):
+            return longer
+        return float(longer * (1 + (shorter / longer) ** self.overlap) ** (1 / self.overlap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,26 @@ class Processor:
     token_s: float = 0.0
     #: Cores or threads that compute; 0: a device on its own.
     num_threads: int = 0
+    #: Attention by the form of keys and values ("float32", "float16"), where it was measured; its
+    #: rows are the queries that share a key: tokens times heads of a KV head.
+    attention: Mapping[str, ProductRate] = field(default_factory=dict)
+    #: Norms, rotations and other operations that touch every number once; 0: as other memory.
+    small_bytes_per_s: float = 0.0
+    #: The share of a step's bytes that caches keep until the next step, by those bytes: pairs,
+    #: ascending; empty: none.
+    kept: tuple[tuple[float, float], ...] = ()
+    #: Reading of memory by the number of threads: pairs, ascending.
+    reads_by_threads: tuple[tuple[int, float], ...] = ()
+    #: A fixed cost of each token of a prompt, in seconds.
+    prompt_token_s: float = 0.0
+    #: What its memory gives to everyone together, copies over the link included; 0: no more than
+    #: the processor alone reads.
+    shared_bytes_per_s: float = 0.0
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        """Of its memory, for everyone together."""
+        return max(self.shared_bytes_per_s, self.bytes_per_s)
 
     def product(self, form: str) -> ProductRate:
         """The rate for weights of ``form``."""
@@ -75,6 +109,24 @@ class Processor:
             if name in self.products:
                 return self.products[name]
         raise AssertionError(f"{self.name} has no rate at all")
+
+    def attention_rate(self, form: str) -> ProductRate | None:
+        """The rate for keys and values of ``form``; None where it was not measured. Types of two
+        bytes are alike."""
+        for name in (form, "float16" if form != "float32" else "float32", *self.attention):
+            if name in self.attention:
+                return self.attention[name]
+        return None
+
+    def kept_share(self, num_bytes: float) -> float:
+        """The share of a step's ``num_bytes`` that caches still hold from the step before."""
+        low = (0.0, 1.0)
+        for high in self.kept:
+            if num_bytes <= high[0]:
+                share = (num_bytes - low[0]) / (high[0] - low[0])
+                return low[1] + share * (high[1] - low[1])
+            low = high
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +145,5 @@ class HardwareProfile:
     origin: str = "table"
     #: Where the numbers are from: a line each.
     sources: tuple[str, ...] = field(default=())
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4

@@ -107,6 +107,7 @@ class Recording:
     #: [max logit rows] bool: whether a row's logits are.
     is_finite: Tensor
     _replay: Callable[[Any], None]
+    _replay_timed: Callable[[Any], list[float]]
     num_replays: int = 0
 
     @property
@@ -118,3 +119,8 @@ class Recording:
     def replay(self) -> None:
         self._replay(self.program)
         self.num_replays += 1
+
+    def replay_timed(self) -> list[float]:
+        """The same; seconds of each call, until all threads have done it."""
+        self.num_replays += 1
+        return self._replay_timed(self.program)
