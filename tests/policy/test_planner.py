@@ -36,7 +36,7 @@ from ambidex.memory.weight_places import Placement
 on_paper: Any = paper.load()
 CASES = {case.shape.name: case for case in on_paper.cases()}
 ROWS = {name: list(on_paper.rows(case)) for name, case in CASES.items()}
-LLAMA, QWEN = "Llama-3-70B", "Qwen2.5-32B"
+LLAMA, QWEN = "llama-3-70b", "qwen2.5-32b"
 
 
 # --- on paper -----------------------------------------------------------------------------------
