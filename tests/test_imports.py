@@ -21,6 +21,7 @@ BASE = {
     "option_types",
     "options",
     "options_accelerator",
+    "options_file",
     "options_known",
     "options_table",
     "options_variables",

@@ -321,6 +321,9 @@ def test_what_one_token_uses(key: str, active: float, kv: int) -> None:
 def test_windows_and_layers_that_keep_nothing() -> None:
     gemma = shape_of("gemma-3-27b", kv="bfloat16")
     assert [(g.num_layers, g.window) for g in gemma.kv] == [(52, 1024), (10, None)]
+    for name, window in (("v0.1", 4096), ("instruct-v0.2", None), ("v0.3", None)):
+        mistral = shape_of(f"mistral-7b-{name}")
+        assert [(g.num_layers, g.window) for g in mistral.kv] == [(32, window)]
     large = shape_of("llama-3.2-90b")
     assert [(g.num_layers, g.window) for g in large.kv] == [(80, None)]
     assert large.num_layers == 100
@@ -332,10 +335,14 @@ def test_variants_of_public_names() -> None:
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("Qwen/Qwen2-7B", "qwen2-7b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b-v0.3"),
         ("google/gemma-3-12b-pt", "gemma-3-12b"),
         ("Llama-3.2-90B-Vision-Instruct", "llama-3.2-90b"),
     ):
         assert find_public_shape(name) == key
+    assert find_public_shape("mistralai/Mistral-7B-Instruct-v0.4") is None
+    assert find_public_shape("microsoft/Phi-3-mini-128k-instruct") is None
     assert find_public_shape("deepseek-v3") is None
     assert find_public_shape("") is None
 

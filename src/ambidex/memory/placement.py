@@ -155,7 +155,7 @@ _HOW = {
 
 
 def _times(seconds: Iterable[float]) -> str:
-    *first, last = (f"{each * 1e3:.3g} ms" for each in seconds)
+    *first, last = (f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.3g} ms" for s in seconds)
     return f"{', '.join(first)} and {last}"
 
 
@@ -396,8 +396,10 @@ class _Planner(Drafts):
         )
 
     def _too_small(self) -> str:
+        # Nothing takes less of the device than the mode that needs no ring.
+        modes = ["compute"] if "compute" in self._modes else self._modes
         mode, need = min(
-            ((mode, self._least_device(mode)) for mode in self._modes),
+            ((mode, self._least_device(mode)) for mode in modes),
             key=lambda found: found[1].device_used,
         )
         staging = f" and {_ring(need)}" if need.ring_layers else ""
@@ -409,6 +411,9 @@ class _Planner(Drafts):
 
     def _least_device(self, mode: str) -> Draft:
         """The draft that takes least of the device."""
+        if mode == "compute":
+            # Each weight that leaves frees what it takes.
+            return self.draft(mode, self.most)
         units: list[list[ModuleSize]] = self.units
         if mode == "split":
             # What is shared out leaves together, and the bytes in use change evenly meanwhile.

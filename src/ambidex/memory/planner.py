@@ -100,14 +100,17 @@ class Proposal:
 
 
 class PlanRefused(OutOfMemory):
-    """It does not fit; ``proposals`` do."""
+    """It does not fit, for ``reason``; ``proposals`` do. Its text has both."""
 
-    def __init__(self, message: str, proposals: Sequence[Proposal] = ()) -> None:
+    def __init__(
+        self, message: str, proposals: Sequence[Proposal] = (), reason: str | None = None
+    ) -> None:
         super().__init__(message)
         self.proposals = tuple(proposals)
+        self.reason = message if reason is None else reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PlanRefused, (str(self), self.proposals)
+        return PlanRefused, (str(self), self.proposals, self.reason)
 
 
 def make_plan(
@@ -149,7 +152,16 @@ def make_plan(
                     break
             if found:
                 break
-        raise PlanRefused(_refusal(str(error), found), found) from None
+        raise PlanRefused(_refusal(str(error), found), found, str(error)) from None
+
+
+def fits(shape: ModelShape, profile: HardwareProfile, config: EngineConfig) -> bool:
+    """Whether there is a plan, without a look for a way out where there is none."""
+    try:
+        _plan(shape, profile, config, TYPICAL_PROMPT, TYPICAL_OUTPUT)
+    except OutOfMemory:
+        return False
+    return True
 
 
 def _refusal(reason: str, proposals: Sequence[Proposal]) -> str:

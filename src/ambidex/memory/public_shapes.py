@@ -127,6 +127,8 @@ PUBLIC_SHAPES: Mapping[str, PublicShape] = {
     "llama-3.1-70b": _llama(
         "meta-llama/Llama-3.1-70B", 70.55, 80, 8192, 28672, (64, 8), 128256, _LONG, **_LLAMA31
     ),
+    # Of the revision after release, with 8 heads of keys and values; the first one's file said 16,
+    # each of them twice.
     "llama-3.1-405b": _llama(
         "meta-llama/Llama-3.1-405B", 405.9, 126, 16384, 53248, (128, 8), 128256, _LONG, **_LLAMA31
     ),
@@ -148,6 +150,8 @@ PUBLIC_SHAPES: Mapping[str, PublicShape] = {
         "meta-llama/Llama-3.2-90B-Vision", 88.8 - 0.85, 100, 8192, 28672, (64, 8), 128256, _LONG,
         "mllama", cross_attention_layers=list(range(3, 100, 5)), **_LLAMA31,
     ),
+    # The files of Qwen2-7B and of Qwen2.5-1.5B, 7B, 14B, 32B and 72B without Instruct say the same
+    # sizes and a length of 131,072.
     "qwen2-7b": _llama(
         "Qwen/Qwen2-7B-Instruct", 7.616, 28, 3584, 18944, (28, 4), 152064, 32768, "qwen2"
     ),
@@ -190,6 +194,15 @@ PUBLIC_SHAPES: Mapping[str, PublicShape] = {
         "mistralai/Mistral-7B-v0.1", 7.242, 32, 4096, 14336, (32, 8), 32000, 32768, "mistral",
         sliding_window=4096,
     ),
+    # From v0.2 on no layer has a window; v0.3 has a longer vocabulary.
+    "mistral-7b-v0.2": _llama(
+        "mistralai/Mistral-7B-Instruct-v0.2", 7.242, 32, 4096, 14336, (32, 8), 32000, 32768,
+        "mistral", sliding_window=None,
+    ),
+    "mistral-7b-v0.3": _llama(
+        "mistralai/Mistral-7B-Instruct-v0.3", 7.248, 32, 4096, 14336, (32, 8), 32768, 32768,
+        "mistral", sliding_window=None,
+    ),
     "mixtral-8x7b": _llama(
         "mistralai/Mixtral-8x7B-v0.1", 46.703, 32, 4096, 14336, (32, 8), 32000, 32768, "mixtral",
         num_local_experts=8, num_experts_per_tok=2,
@@ -220,8 +233,8 @@ PUBLIC_SHAPES: Mapping[str, PublicShape] = {
     "opt-30b": _opt("facebook/opt-30b", 29.97, 48, 7168, 56),
 }  # fmt: skip
 
-#: Of names that mean the same sizes.
-_SUFFIX = re.compile(r"-(instruct|chat|it|hf|base|vision|4k|text|pt|v0\.\d)$")
+#: Parts of names that mean the same sizes. Mistral's versions after the first do not.
+_VARIANT = re.compile(r"-(instruct|chat|it|hf|base|vision|4k|text|pt)(?=-|$)|-v0\.1$")
 
 
 def find_public_shape(name: str) -> str | None:
@@ -229,7 +242,7 @@ def find_public_shape(name: str) -> str | None:
     capitals, the last part of a hub id, or one of its variants of the same sizes."""
     text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
     while text not in PUBLIC_SHAPES:
-        shorter = _SUFFIX.sub("", text)
+        shorter = _VARIANT.sub("", text, count=1)
         if shorter == text:
             return None
         text = shorter

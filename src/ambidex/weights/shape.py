@@ -69,17 +69,18 @@ class _Tensors(Protocol):
     def quantized_form(self, name: str) -> Form | None: ...
 
 
-def model_shape(model: str, config: EngineConfig) -> ModelShape:
+def model_shape(model: str, config: EngineConfig, auto_dtype: str = "float32") -> ModelShape:
     """The sizes of ``model``, held as ``config`` says.
 
     ``model`` is a config.json, a GGUF file (which may end behind its header), a safetensors file, a
     folder with or without weights, an alias or a hub id in the cache, or a name of
     ``memory.public_shapes``. Where there are headers, bytes are those that the loader plans for
     the native kernels; of a configuration alone they are those of a checkpoint as it is published.
+    ``auto_dtype`` is what ``--dtype auto`` comes to: float32 on the lanes that there are.
 
     Raises ModelNotFoundError, InvalidModelError, UnsupportedModelError or OptionError.
     """
-    return _shape(_open(model, config, config.model.hf_overrides), config)
+    return _shape(_open(model, config, config.model.hf_overrides), config, auto_dtype)
 
 
 def checkpoint_shape(checkpoint: Checkpoint, config: EngineConfig) -> ModelShape:
@@ -87,7 +88,7 @@ def checkpoint_shape(checkpoint: Checkpoint, config: EngineConfig) -> ModelShape
     return _shape(_opened(config.model.model, checkpoint, ()), config)
 
 
-def _shape(found: _Found, config: EngineConfig) -> ModelShape:
+def _shape(found: _Found, config: EngineConfig, auto_dtype: str = "float32") -> ModelShape:
     values = found.config
     with config_errors(values):
         # That something says how long a context may be, and that no more is asked for.
@@ -95,7 +96,7 @@ def _shape(found: _Found, config: EngineConfig) -> ModelShape:
         limit = find_length_limit(values)
     tensors = found.tensors
     low_bit = low_bit_kind(config.model, tensors)
-    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    dtype = auto_dtype if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = config.cache.kv_cache_dtype
     if kv_dtype == "auto":
         # See ``runner.loader``: beside weights in low bits.
