@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ambidex.memory.cost_model import CostModel, StepLoad, bound, step_time
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
-from ambidex.memory.operations import host_step_s, small_parts
+from ambidex.memory.operations import experts_used, host_step_s, small_parts
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
 from ambidex.memory.split import SplitTable, streamed_rows
@@ -383,3 +383,13 @@ def test_a_table_has_a_share_for_every_number_of_tokens() -> None:
     # More rows, more streaming.
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] > 0.95
     assert math.isclose(table.share(100), model.best_share(StepLoad(100, 1, 1)), abs_tol=0.1)
+
+
+def test_tokens_share_experts() -> None:
+    """One token uses two of 64; each further one finds some of its own in use already."""
+    weight = next(w for w in shape_of(experts=64).weights if w.kind is WeightKind.EXPERTS)
+    used = [experts_used(weight, n) for n in (0, 1, 2, 32, 10_000)]
+    assert used[:3] == pytest.approx([0, 2, 64 * (1 - (62 / 64) ** 2)])
+    assert 40 < used[3] < 64 and used[4] == pytest.approx(64)
+    plain = next(w for w in shape_of().weights if w.kind is WeightKind.MATRIX)
+    assert [experts_used(plain, n) for n in (0, 1, 5)] == [0, 1, 1]
