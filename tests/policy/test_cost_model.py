@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ambidex.memory.compression import TYPICAL_RATIO
 from ambidex.memory.cost_model import CostModel, StepLoad, bound, step_time
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.operations import experts_used, host_step_s, small_parts
@@ -209,6 +210,23 @@ def test_copies_run_beside_the_products() -> None:
     assert limited.seconds(ONE) == pytest.approx(16 * SIZE / 1e9)
     late = CostModel(machine(latency=1.0), shape, places(shape, STREAM))
     assert late.seconds(ONE) == pytest.approx(16 + 16 * SIZE / 10e9)
+
+
+def test_compressed_copies_are_shorter() -> None:
+    """Where the link is the slower one; the device unpacks what arrives."""
+    shape = shape_of()
+    slow = CostModel(machine(), shape, places(shape, STREAM), compress=True)
+    assert slow.seconds(ONE) == pytest.approx(16 * SIZE / 10e9 / TYPICAL_RATIO)
+    fast = machine(link=2e12, dram=9e12)
+    as_it_is, asked = (
+        CostModel(fast, shape, places(shape, STREAM), compress=compress).seconds(ONE)
+        for compress in (False, True)
+    )
+    assert as_it_is == asked, "nothing is compressed that would arrive later"
+    # Rows that are shared with the host cross as they are.
+    shared = CostModel(machine(), shape, places(shape, HALF), compress=True)
+    plain = CostModel(machine(), shape, places(shape, HALF))
+    assert shared.seconds(ONE, 1.0) == plain.seconds(ONE, 1.0)
 
 
 def test_layers_that_do_not_stream_hide_no_more_than_fills_the_ring() -> None:

@@ -24,6 +24,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from ambidex.memory.compression import (
+    TYPICAL_RATIO,
+    decompressed_bytes_per_s,
+    worth_compressing,
+)
 from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.operations import (
     StepLoad,
@@ -38,7 +43,7 @@ from ambidex.memory.profile import HardwareProfile, Processor
 from ambidex.memory.rates import ComputeRate, LinkRate
 from ambidex.memory.split import SplitTable, streamed_rows
 from ambidex.memory.weight_patterns import layer_index
-from ambidex.memory.weight_places import Placement, WeightPlace
+from ambidex.memory.weight_places import Placement, WeightKind, WeightPlace
 
 __all__ = ["ComputeRate", "CostModel", "LinkRate", "StepLoad", "StepTime", "bound", "step_time"]
 
@@ -119,7 +124,8 @@ class CostModel:
     """Steps of one model on one machine, its weights in ``places`` (by path).
 
     On a machine without an accelerator all is on the host; without places all is on it.
-    ``is_async``: copies run ahead of use; ``ring_bytes``: how far (None: as far as they like).
+    ``is_async``: copies run ahead of use; ``ring_bytes``: how far (None: as far as they like);
+    ``compress``: what is streamed as a whole crosses compressed, where that is faster.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class CostModel:
         link_limit: float | None = None,
         is_async: bool = True,
         ring_bytes: int | None = None,
+        compress: bool = False,
     ) -> None:
         self.profile = profile
         self.shape = shape
@@ -143,6 +150,14 @@ class CostModel:
         self._link = link.limited(link_limit)
         self._link_back = profile.link_back or link
         self._dram = profile.host.total_bytes_per_s
+        device_rate = self._lane.bytes_per_s
+        self._decompressing = decompressed_bytes_per_s(TYPICAL_RATIO, device_rate)
+        self._compresses = (
+            compress
+            and worth_compressing(
+                TYPICAL_RATIO, self._link.bytes_per_s, self._decompressing, device_rate
+            )[0]
+        )
         self._segments = _segments(shape, places)
         items = [item for segment in self._segments for item in segment.items]
         self.has_split = any(item.placement is Placement.SPLIT for item in items)
@@ -291,7 +306,14 @@ class CostModel:
                 busy[HBM] += read
                 busy[DEVICE_ARITHMETIC] += compute
                 limit = HBM if read >= compute else DEVICE_ARITHMETIC
-                link_bytes += copied * item.weight.num_bytes * number
+                moved = copied * item.weight.num_bytes * number
+                if self._compresses and _is_compressible(item):
+                    # Unpacked on the device right before the product.
+                    unpack_s = moved / self._decompressing
+                    device += unpack_s
+                    busy[HBM] += unpack_s
+                    moved /= TYPICAL_RATIO
+                link_bytes += moved
                 num_copies += number if copied else 0
                 if not on_host:
                     held[limit] += device
@@ -382,6 +404,12 @@ def step_time(
 ) -> StepTime:
     """One step; see :class:`CostModel`, which is for many."""
     return CostModel(profile, shape, places).step(load, streamed)
+
+
+def _is_compressible(item: _Item) -> bool:
+    weight = item.weight
+    is_matrix = weight.kind is WeightKind.MATRIX and weight.form == "bfloat16"
+    return item.placement is Placement.STREAM and is_matrix
 
 
 def _segments(shape: ModelShape, places: Mapping[str, WeightPlace] | None) -> tuple[_Segment, ...]:

@@ -400,6 +400,7 @@ def _predict(
         link_limit=offload.link_limit_bytes_per_s,
         is_async=offload.is_async,
         ring_bytes=None if placement is None else placement.staging_bytes,
+        compress=offload.compress,
     )
     table = None if placement is None else placement.split_table
     #: Half of the answer is there, on average.
