@@ -131,6 +131,8 @@ class Accelerator(Device, Protocol):
     #: What it reaches, and what the link to it does in each direction.
     rate: ComputeRate
     link: LinkRate
+    #: Whether its clock is the one on the wall.
+    is_real_time: bool
 
     @property
     def compute(self) -> Stream:

@@ -154,7 +154,8 @@ class SimDevice:
         self.core = core
         self.rate = core.scaled(spec.speed)
         self.link = LinkRate(spec.link_bytes_per_s, spec.latency_s)
-        self.clock = Clock(spec.clock == "virtual")
+        self.is_real_time = spec.clock == "real"
+        self.clock = Clock(not self.is_real_time)
         self._region = Region(self.ledger)
         self._host = CPUDevice(spec.threads, cpus=cpus)
         if self._host.kernels.name != "native":

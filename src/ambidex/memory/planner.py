@@ -16,7 +16,7 @@ from ambidex.config import EngineConfig
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.memory.cost_model import CostModel, StepTime
 from ambidex.memory.judge import TYPICAL_PROMPT, typical_mix
-from ambidex.memory.ledger import HOST, Ledger, MemorySnapshot, format_bytes
+from ambidex.memory.ledger import HOST, Ledger, MemorySnapshot, format_bytes, format_seconds
 from ambidex.memory.model_shape import ModelShape
 from ambidex.memory.operations import StepLoad
 from ambidex.memory.placement import ModuleSize, Placement, PlacementPlan, plan_placement
@@ -171,16 +171,13 @@ def _refusal(reason: str, proposals: Sequence[Proposal]) -> str:
             "was tried fits either: it takes a machine with more memory, or a smaller model."
         )
     lines = [
-        f"{proposal.flags} (first token {_seconds(proposal.predictions['ttft_1'])}, then "
-        f"{_seconds(proposal.predictions['tpot_1'])} a token)"
+        "{} (first token {}, then {} a token)".format(
+            proposal.flags,
+            *(format_seconds(proposal.predictions[key].seconds) for key in ("ttft_1", "tpot_1")),
+        )
         for proposal in proposals
     ]
     return f"{reason} These were planned, and fit: {'; '.join(lines)}."
-
-
-def _seconds(prediction: Prediction) -> str:
-    seconds = prediction.seconds
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 # --- one plan ---------------------------------------------------------------------------------

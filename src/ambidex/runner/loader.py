@@ -33,7 +33,6 @@ from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.operations import StepLoad
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
@@ -51,6 +50,7 @@ from ambidex.memory.step_memory import (
 )
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.compressing import Compressing
+from ambidex.runner.foretelling import Predict, foretell, host_profile, predictor
 from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
     from ambidex.memory.ledger import Ledger, Reservation
+    from ambidex.memory.profile import HardwareProfile
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,10 @@ class LoadedLane:
     load_s: float
     #: A line for each of the host's memories, where they are several.
     memory_nodes: list[str]
-    #: Seconds that a step should take; None where nothing is known of this machine's speed.
-    predict: Callable[[StepLoad], float] | None = None
+    #: Seconds by what they are of; empty where nothing is known of this machine's speed.
+    expected: dict[str, float]
+    #: Seconds that a step should take by the clock on the wall; None where nothing is known of it.
+    predict: Predict | None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
         """Module -> memory -> bytes of its weights."""
@@ -139,11 +142,12 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    profile = None if config.device.names_accelerator else host_profile(config)
     hands = open_hands(config)
     for note in hands.threads.notes:
         logger.warning("%s", note)
     try:
-        lane = _load_on(hands, config, progress)
+        lane = _load_on(hands, config, profile, progress)
     except BaseException as error:
         # Whoever keeps the exception does not keep weights and threads with it.
         _clear_frames(error)
@@ -162,7 +166,10 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _load_on(
-    hands: Hands, config: EngineConfig, progress: Callable[[int, int], None] | None
+    hands: Hands,
+    config: EngineConfig,
+    profile: HardwareProfile | None,
+    progress: Callable[[int, int], None] | None,
 ) -> LoadedLane:
     cache = config.cache
     resolved = resolve_model(config.model.model, revision=config.model.revision)
@@ -213,6 +220,7 @@ def _load_on(
     least_steps = step_bytes(max_model_len if is_length_given else 1)
     streaming = Compressing(hands, model, config.offload)
     beside += streaming.staging_bytes
+    shape = built_shape(model, groups, step_sizes, planned)
     places = plan_places(
         config,
         hands,
@@ -221,7 +229,7 @@ def _load_on(
         planned,
         least_steps + beside + kv_room,
         step_bytes(1),
-        built_shape(model, groups, step_sizes, planned),
+        shape,
         kv_room,
     )
     weights = [
@@ -338,6 +346,7 @@ def _load_on(
         notes.append(
             f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
         )
+    predict = places.predict if profile is None else predictor(profile, shape)
     return LoadedLane(
         hands=hands,
         device=device,
@@ -357,6 +366,8 @@ def _load_on(
         notes=notes,
         load_s=0.0,
         memory_nodes=host_nodes.describe(),
+        expected=foretell(predict, config, size.max_model_len) if predict else {},
+        predict=predict if accelerator is None or accelerator.is_real_time else None,
     )
 
 
