@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 # Four of at most eight; the others are in ``memory/operations.py``. In the time of ``_work()``,
 # a piece of Python that stands for this machine's speed at it.
 #: A step outside native code: what is scheduled, handed to the lane's thread, and accounted for.
-STEP_WORK = 7.0
+STEP_WORK = 21.0
 #: Each token that a step puts out.
-TOKEN_WORK = 0.12
+TOKEN_WORK = 0.4
 #: Each token of a prompt: it is listed, and copied.
-PROMPT_TOKEN_WORK = 0.002
+PROMPT_TOKEN_WORK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,8 @@ _SHARED = (1, 3, 7)
 _HEAD_DIM = 64
 _KV_HEADS = 2
 _BLOCK_SIZE = 16
+#: Calls are timed that often, in each of the rounds.
+_LEAST_TIMES = 8
 
 _ROUNDS = 3
 # Larger than caches, small enough to be read in a few milliseconds.
@@ -428,7 +430,7 @@ class _Run:
     """Calls that are alike, recorded one after the other, as a step runs them.
 
     Each is timed by itself. Of a call the best round counts, and of the calls the median: what
-    other programs do in between falls on few of them.
+    other programs do in between falls on few of them. Few calls get more rounds.
     """
 
     def __init__(
@@ -454,7 +456,9 @@ class _Run:
         if self._metadata is not None:
             kernels.set_metadata(self._metadata)
         # The first round takes the memory that results need.
-        times = [self._recording.replay_timed()[: len(self._calls)] for _ in range(rounds + 1)]
+        num_calls = len(self._calls)
+        rounds = max(rounds + 1, rounds * _LEAST_TIMES // num_calls)
+        times = [self._recording.replay_timed()[:num_calls] for _ in range(rounds)]
         return statistics.median(min(each) for each in zip(*times, strict=True))
 
 
