@@ -2,20 +2,29 @@
 
     python benchmarks/offload.py MODEL [--clock virtual real] [--timeline FILE.png] [--record]
 
-Decode steps of one request, weights in float32, one thread a side. The link is as fast as it takes
-for copies to take as long as the compute that they overlap with. On the virtual clock every figure
-is a consequence of the cost model; on the real one operations sleep until their modelled end, and
-steps in which arithmetic took longer than that are counted as late and left out.
+Decode steps of one request, weights in float32, one thread a side, each on a CPU of its own. The
+link is as fast as it takes for copies to take as long as the compute that they overlap with; beside
+bfloat16 weights, as they are and compressed, it is a quarter of the accelerator's bandwidth. On the
+virtual clock every figure is a consequence of the cost model. On the real one operations sleep
+until their modelled end; both sides are an eighth as fast, so that arithmetic, Python and threads
+that wait for a CPU take little beside that, and steps in which arithmetic was behind by more than
+1% of the step are counted as late and left out. --record appends the table to
+benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import statistics
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from record_levels import cpu_model
 
 from ambidex.config import (
     CacheConfig,
@@ -27,11 +36,15 @@ from ambidex.config import (
 )
 from ambidex.device.stream import Span
 from ambidex.engine.engine import Engine
+from ambidex.kernels.cpu.levels import machine_name
 from ambidex.request import EngineRequest, SamplingParams
 
 HERE = Path(__file__).parent
-#: Seconds on the real clock are long beside what arithmetic and Python take.
-SPEEDS = {"virtual": 0.25, "real": 0.05}
+#: Of the accelerator, in cores, and how fast a core is taken to be.
+SPEED = 0.25
+CORES = {"virtual": 1.0, "real": 0.125}
+#: A step is late if arithmetic was behind by more than this part of it.
+LATE = 0.01
 #: The tied head too: it is a fifth of a small model.
 LAYERS = ("layers.*", "embedding")
 
@@ -44,6 +57,9 @@ class Case:
     streams: tuple[str, ...]
     is_sum: bool
     limit: float
+    dtype: str = "float32"
+    #: Of the accelerator's own bandwidth; None: copies take as long as its work.
+    link_share: float | None = None
 
 
 CASES = (
@@ -75,6 +91,18 @@ CASES = (
         False,
         1.15,
     ),
+    *(
+        Case(
+            f"bfloat16 streamed{', compressed' if is_compressed else ''}",
+            OffloadConfig(patterns=LAYERS[:1], mode="stream", compress=is_compressed),
+            ("compute", "copy_in"),
+            False,
+            1.15,
+            "bfloat16",
+            0.25,
+        )
+        for is_compressed in (False, True)
+    ),
 )
 
 
@@ -91,20 +119,22 @@ class Measured:
     spans: list[Span] = field(default_factory=list)
 
 
-def measure(args: argparse.Namespace, clock: str, offload: OffloadConfig, link: float) -> Measured:
+def measure(args: argparse.Namespace, clock: str, core: float, case: Case, link: float) -> Measured:
     device = (
-        f"sim:memory=4GiB,link={round(link)},speed={SPEEDS[clock]},clock={clock},"
-        f"core_bandwidth={round(args.core_bandwidth * 1e9)},"
-        f"core_flops={round(args.core_flops * 1e9)}"
+        f"sim:memory=4GiB,link={round(link)},speed={SPEED},clock={clock},"
+        f"core_bandwidth={round(core * args.core_bandwidth * 1e9)},"
+        f"core_flops={round(core * args.core_flops * 1e9)}"
     )
     engine = Engine(
         EngineConfig(
-            model=ModelConfig(str(args.model), max_model_len=512, dtype="float32"),
+            model=ModelConfig(str(args.model), max_model_len=512, dtype=case.dtype),
             cache=CacheConfig(kv_cache_bytes=64 << 20),
             scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
             device=DeviceConfig(device),
-            offload=offload,
+            offload=case.offload,
             cpu_threads=1,
+            # The accelerator's thread takes another.
+            cpu_bind=str(min(os.sched_getaffinity(0))),
         )
     )
     try:
@@ -120,10 +150,11 @@ def _steps(engine: Engine, count: int) -> Measured:
     engine.add_request(EngineRequest("r", list(range(5, 21)), params, 0.0))
     steps = []
     while engine.has_work:
-        began, first, late = clock.host_s, len(clock.timeline), clock.num_late
+        began, first, late_s = clock.host_s, len(clock.timeline), clock.late_s
         engine.step()
         spans = [clock.timeline[i] for i in range(first, len(clock.timeline))]
-        steps.append((clock.host_s - began, spans, clock.num_late - late))
+        step_s = clock.host_s - began
+        steps.append((step_s, spans, clock.late_s - late_s > LATE * step_s))
     # The first make and capture what is made once; the last one has nothing to fetch for.
     steps = steps[4:-1]
     good = [step for step in steps if not step[2]] or steps
@@ -144,11 +175,14 @@ def _steps(engine: Engine, count: int) -> Measured:
     )
 
 
-def balanced_link(args: argparse.Namespace, clock: str, offload: OffloadConfig) -> float:
-    """Bytes a second at which copies take as long as the accelerator's own work."""
-    link = 8e9 * SPEEDS[clock]
+def link_for(args: argparse.Namespace, core: float, case: Case) -> float:
+    """Bytes a second of the case's share of the accelerator's bandwidth, or at which copies take as
+    long as the accelerator's own work; times are those of the cost model."""
+    if case.link_share is not None:
+        return case.link_share * SPEED * core * args.core_bandwidth * 1e9
+    link = 8e9 * SPEED * core
     for _ in range(2):
-        found = measure(args, "virtual" if clock == "virtual" else clock, offload, link)
+        found = measure(args, "virtual", core, case, link)
         copied = found.num_bytes.get("copy_in", 0)
         if not copied:
             return link
@@ -188,7 +222,7 @@ def draw(spans: list[Span], path: Path, title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--clock", nargs="+", choices=list(SPEEDS), default=["virtual"])
+    parser.add_argument("--clock", nargs="+", choices=list(CORES), default=["virtual"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--core-bandwidth", type=float, default=16.0, help="GB/s of one core")
     parser.add_argument("--core-flops", type=float, default=80.0, help="GFLOP/s of one core")
@@ -196,16 +230,26 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append to RESULTS.md")
     args = parser.parse_args()
     lines = [
+        f"## {time.strftime('%Y-%m-%d', time.gmtime())}: {cpu_model()}, {machine_name()}, "
+        f"{os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "",
         f"### Overlap on the simulated accelerator: {args.model.name}, float32, one request",
         "",
-        "| clock | weights | step ms | accelerator | host | copies | step / bound | limit | late |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"`benchmarks/offload.py --clock {' '.join(args.clock)} --steps {args.steps}`; the host is "
+        f"a core of {args.core_bandwidth:g} GB/s and {args.core_flops:g} GFLOP/s, the accelerator "
+        f"{SPEED} of it; on the real clock both have an eighth of that. Late: steps whose "
+        "arithmetic took longer than modelled by more than 1%; they are left out.",
+        "",
+        "| clock | weights | step ms | accelerator | host | copies | MB copied | step / bound | "
+        "limit | late |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     is_good = True
     for clock in args.clock:
         for case in CASES:
-            link = balanced_link(args, clock, case.offload)
-            found = measure(args, clock, case.offload, link)
+            core = CORES[clock]
+            link = link_for(args, core, case)
+            found = measure(args, clock, core, case, link)
             parts = [found.busy_s.get(name, 0.0) for name in case.streams]
             bound = sum(parts) if case.is_sum else max(parts)
             ratio = found.step_s / bound
@@ -213,6 +257,7 @@ def main() -> None:
             cells = [f"{found.busy_s.get(n, 0) * 1e3:.1f}" for n in ("compute", "host", "copy_in")]
             lines.append(
                 f"| {clock} | {case.name} | {found.step_s * 1e3:.1f} | {' | '.join(cells)} | "
+                f"{found.num_bytes.get('copy_in', 0) / 1e6:.1f} | "
                 f"{ratio:.3f} ({'sum' if case.is_sum else 'longest'}) | {case.limit} | "
                 f"{found.num_late} of {found.num_steps} |"
             )
@@ -221,7 +266,7 @@ def main() -> None:
                 draw(
                     found.spans, args.timeline, f"One decode step, weights streamed ({clock} clock)"
                 )
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
     if args.record:
         with (HERE / "RESULTS.md").open("a") as file:
             file.write("\n" + "\n".join(lines) + "\n")

@@ -44,6 +44,16 @@ class CheckpointConfig:
         return f"CheckpointConfig({self.source})"
 
 
+def rope_parameters(config: CheckpointConfig) -> dict[str, Any]:
+    """How to rotate, from either spelling of a config.json: ``rope_scaling`` beside ``rope_theta``
+    and ``partial_rotary_factor``, or all of them in ``rope_parameters``."""
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(name) is None:
+            parameters[name] = config.get(name)
+    return parameters
+
+
 @contextmanager
 def config_errors(config: CheckpointConfig) -> Iterator[None]:
     """What goes wrong while values of ``config`` are used is an InvalidModelError that names it.

@@ -70,6 +70,8 @@ class Option:
     quiet: bool = False
     #: Works beside an accelerator only; without one it has no effect, for ``reason``.
     needs_accelerator: bool = False
+    #: Names an accelerator, beside which those work.
+    is_accelerator: bool = False
     #: Fields that are different beside an accelerator.
     with_accelerator: Mapping[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ambidex.config import (
@@ -35,6 +35,7 @@ from ambidex.option_types import (
     show,
 )
 from ambidex.options_accelerator import device_config, offload_config
+from ambidex.options_file import FileEntry, FileOptions, entries, hint, switched_off
 from ambidex.options_table import GROUPS, OPTIONS, SERVER
 
 __all__ = [
@@ -66,24 +67,6 @@ DEFAULT = "default"
 _NEGATIVE = re.compile(r"-\d+(\.\d+)?")
 #: Kubernetes sets these for a service called "vllm" or "ambidex".
 _KUBERNETES = re.compile(r"[A-Z0-9_]+_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)")
-
-
-@dataclass(frozen=True)
-class FileOptions:
-    """Options out of a file, with the line of each; ``cli/config_file.py`` makes one."""
-
-    path: str
-    #: As written in the file, with ``-`` or ``_``; plain Python values.
-    values: Mapping[str, Any]
-    #: 1-based.
-    lines: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    #: MODEL, where nothing else names one.
-    fallback_model: str | None = None
-
-    def where(self, key: str) -> str:
-        line = self.lines.get(key)
-        return self.path if line is None else f"{self.path}, line {line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +226,9 @@ def resolve(
     """
     table = _Table((*extra, *OPTIONS))
     given, positionals = _parse_argv(argv, table)
-    source = FileOptions("the configuration", file) if isinstance(file, Mapping) else file
+    source = FileOptions.of("the configuration", file) if isinstance(file, Mapping) else file
     from_env, unknown = _read_env(env, table)
-    from_file = _read_file(source, table) if source is not None else []
+    from_file, off = _read_file(source, table) if source is not None else ([], [])
     layers = _settled([given, from_env, from_file])
     notes = list(_repeated(layers[0]))
     if positionals and command in _MODEL_COMMANDS:
@@ -260,7 +243,7 @@ def resolve(
         command,
         values,
         sources,
-        (*notes, *judged, *unknown),
+        (*notes, *off, *judged, *unknown),
         tuple(positionals),
         table.options,
     )
@@ -522,26 +505,34 @@ def _read_env(env: Mapping[str, str], table: _Table) -> tuple[list[_Given], list
     return [one for _, one in ranked], unknown
 
 
-def _read_file(file: FileOptions, table: _Table) -> list[_Given]:
+def _read_file(file: FileOptions, table: _Table) -> tuple[list[_Given], list[str]]:
+    """What the file gives, and a line on what a section that is switched off holds."""
     given: list[_Given] = []
-    seen: dict[str, str] = {}
-    for key, value in file.values.items():
-        where = file.where(key)
-        head, *path = key.split(".")
+    seen: dict[tuple[str, tuple[str, ...]], tuple[FileEntry, Any]] = {}
+    read = list(entries(file, lambda key: table.find_key(key)[0] is not None))
+    for entry in read:
+        head, *path = entry.name.split(".")
         option, negated = table.find_key(head)
         if option is None or (path and not option.takes_path):
-            raise OptionError(f"{where}: unknown option {key!r}. {table.nearest(head)}")
+            near = hint(entry) or table.nearest(head)
+            raise OptionError(f"{entry.where}: unknown option {entry.key!r}. {near}")
         if option.dest in ("config", *_ACTIONS):
-            raise OptionError(f"{where}: {key} belongs on the command line.")
-        if option.key in seen and not path:
+            raise OptionError(f"{entry.where}: {entry.key} belongs on the command line.")
+        subject, source = f"{entry.where}: {entry.key}", f"file ({entry.where})"
+        one = _Given(option, entry.item.value, subject, source, negated, tuple(path))
+        value = None if one.raw is None else _value(one)
+        if entry.is_idle:
+            continue
+        first, before = seen.setdefault((option.key, one.path), (entry, value))
+        if before != value:
+            said, other = ("null" if v is None else show(option, v) for v in (value, before))
             raise OptionError(
-                f"{where}: {key} says the same as {seen[option.key]} above. Keep one of them."
+                f"{subject} says {said}, and {first.key}{first.place} says {other}: they are the "
+                "same option. Keep one of them."
             )
-        seen.setdefault(option.key, key)
-        if value is not None:
-            source = f"file ({where})"
-            given.append(_Given(option, value, f"{where}: {key}", source, negated, tuple(path)))
-    return given
+        if first is entry and one.raw is not None:
+            given.append(one)
+    return given, list(switched_off(read))
 
 
 def _settled(layers: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
@@ -549,7 +540,9 @@ def _settled(layers: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
     mentions = ([one for one in layer if one.option.dest == "device"] for layer in layers)
     named = next(filter(None, mentions), [])
     device = convert(named[-1].option, named[-1].raw, named[-1].where) if named else "auto"
-    has_accelerator = DeviceConfig(device).names_accelerator
+    has_accelerator = DeviceConfig(device).names_accelerator or any(
+        one.option.is_accelerator for layer in layers for one in layer
+    )
     return [
         [replace(one, option=settle(one.option, has_accelerator)) for one in layer]
         for layer in layers
@@ -610,13 +603,7 @@ def _merge(layer: Sequence[_Given]) -> dict[str, tuple[_Given, Any]]:
     """The last mention of each key with its value; JSON options gather fields, lists items."""
     merged: dict[str, tuple[_Given, Any]] = {}
     for one in layer:
-        option = one.option
-        if one.path:
-            value: Any = _nested(one)
-        else:
-            value = convert(option, one.raw, one.where)
-        if option.type == "flag":
-            value = value != (one.negated != option.inverted)
+        value = _value(one)
         before: Any = merged[one.key][1] if one.key in merged else None
         if isinstance(before, dict) and isinstance(value, dict):
             value = _update(before, value)
@@ -624,6 +611,15 @@ def _merge(layer: Sequence[_Given]) -> dict[str, tuple[_Given, Any]]:
             value = before + value
         merged[one.key] = (one, value)
     return merged
+
+
+def _value(one: _Given) -> Any:
+    if one.path:
+        return _nested(one)
+    value = convert(one.option, one.raw, one.where)
+    if one.option.type == "flag":
+        return value != (one.negated != one.option.inverted)
+    return value
 
 
 def _nested(one: _Given) -> dict[str, Any]:

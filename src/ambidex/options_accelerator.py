@@ -157,6 +157,19 @@ ACCELERATOR_OPTIONS = (
         dest="offload_compress",
         default=False,
     ),
+    Option(
+        "--offload-quantized",
+        NO_EFFECT,
+        "flag",
+        # True is how it is.
+        quiet=True,
+        reason="weights in low bits are offloaded in low bits, as they are",
+        refused_values={
+            "false": "weights in low bits are offloaded in low bits, as they are: widening them "
+            "on the host would only make more bytes to read. Leave it out; --quantization or "
+            "another file says how weights are held, and --cpu-offload-gb 0 forbids the offload."
+        },
+    ),
     _works(
         "--pcie-bandwidth-limit",
         "bandwidth",
@@ -281,22 +294,36 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
 
 
 def offload_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> OffloadConfig:
-    """Raises :class:`OptionError` where one option asks for an offload and another forbids it.
+    """Raises :class:`OptionError` where one option asks for an offload and another of the same
+    strength forbids it; else the stronger one counts.
 
-    ``sources`` has the word ``default`` for what nobody gave.
+    ``sources`` is that of :class:`options.Resolved`.
     """
     size, patterns = values["cpu_offload_bytes"], tuple(values["offload_patterns"] or ())
-    is_asked = values["cpu_offload"] and sources["cpu_offload"] != "default"
+    asks: list[tuple[str, str]] = []
+    forbids: list[tuple[str, str]] = []
+    if size is not None:
+        row = ("cpu_offload_bytes", "--cpu-offload-gb" if size else "--cpu-offload-gb 0")
+        (asks if size else forbids).append(row)
+    if patterns:
+        asks.append(("offload_patterns", "--offload-layers"))
     if not values["cpu_offload"]:
-        if size:
+        forbids.append(("cpu_offload", "--no-cpu-offload"))
+    elif sources["cpu_offload"] != "default":
+        asks.append(("cpu_offload", "--cpu-offload"))
+    if asks and forbids:
+        asking = max(asks, key=lambda one: _strength(sources[one[0]]))
+        forbidding = max(forbids, key=lambda one: _strength(sources[one[0]]))
+        strengths = [_strength(sources[dest]) for dest, _ in (asking, forbidding)]
+        if strengths[0] == strengths[1]:
             raise OptionError(
-                "--no-cpu-offload forbids what --cpu-offload-gb asks for. Leave one of them out."
+                f"{_said_by(asking, sources)} asks for what {_said_by(forbidding, sources)} "
+                "forbids. Leave one of them out."
             )
-        size = 0
-    if size == 0 and (patterns or is_asked):
-        asks = "--offload-layers" if patterns else "--cpu-offload"
-        forbids = "--cpu-offload-gb 0" if values["cpu_offload"] else "--no-cpu-offload"
-        raise OptionError(f"{asks} asks for what {forbids} forbids. Leave one of them out.")
+        if strengths[0] > strengths[1]:
+            size, forbids = size or None, []
+    if forbids:
+        size, patterns = 0, ()
     return OffloadConfig(
         cpu_offload_bytes=size,
         patterns=patterns,
@@ -307,3 +334,15 @@ def offload_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Off
         compress=values["offload_compress"],
         moe_expert_cache=values["moe_expert_cache"],
     )
+
+
+def _strength(source: str) -> int:
+    """The command line goes before the environment, that before a file."""
+    kinds = ("default", "file", "environment")
+    return next((rank for rank, kind in enumerate(kinds) if source.startswith(kind)), len(kinds))
+
+
+def _said_by(one: tuple[str, str], sources: Mapping[str, str]) -> str:
+    dest, name = one
+    _, inside, place = sources[dest].partition(" (")
+    return f"{name} ({place}" if inside else name

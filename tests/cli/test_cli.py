@@ -274,10 +274,10 @@ def test_help_and_version_are_at_hand(run_command: Command, call_command: Comman
     assert run_command("--version").out == f"ambidex {ambidex.__version__}\n"
     done = call_command("--help")
     assert done.code == 0 and done.err == ""
-    assert all(f"\n  {name}" in done.out for name in ("run", "chat", "serve", "pull"))
+    assert all(f"\n  {name}" in done.out for name in ("run", "chat", "serve", "plan", "pull"))
     nothing = call_command()
     assert (nothing.code, nothing.out) == (2, done.out)
-    for command in ("run", "chat", "serve", "pull"):
+    for command in ("run", "chat", "serve", "plan", "pull"):
         done = call_command(command, "--unknown", "--help")
         assert done.code == 0 and done.out.startswith(f"usage: ambidex {command}")
 
@@ -288,7 +288,7 @@ def test_help_loads_nothing_heavy() -> None:
 import sys
 from ambidex.cli import main
 for words in (["--help"], ["--version"], ["run", "--help"], ["chat", "--help"], ["pull", "--help"],
-              ["serve", "--help"], ["serve", "m", "--print-config"]):
+              ["plan", "--help"], ["serve", "--help"], ["serve", "m", "--print-config"]):
     assert main(words) == 0
 heavy = {"torch", "numpy", "rich", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub",
          "gguf", "asyncio", "httpx", "ruamel"}
@@ -311,7 +311,7 @@ def test_the_older_ways_to_start_the_server(run_command: Command, module: str) -
     ("words", "named"),
     [
         (("serv",), "Did you mean 'serve'?"),
-        (("frobnicate",), "Commands: run, chat, serve, pull"),
+        (("frobnicate",), "Commands: run, chat, serve, plan, pull"),
         (("run", "--temprature", "0"), "--temperature"),
         (("serve", "m", "--max-modle-len", "5"), "--max-model-len"),
         (("serve", "m", "--tensor-parallel-size", "2"), "--tensor-parallel-size 2"),

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ambidex.checkpoint_names import NameTable
 from ambidex.device.cpu import CPUDevice
 from ambidex.kv.block import NO_BLOCK
 from ambidex.kv.cache import KVCache
-from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.module import BuildContext
 from ambidex.models.registry import CausalLM, build_model
 from ambidex.runner.batch import build_batch, order_requests
 from ambidex.runner.decision import ScheduledRequest

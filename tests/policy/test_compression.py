@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ambidex.memory.compression import MIN_GAIN, compressed_bytes_per_s, worth_compressing
+from ambidex.memory.compression import (
+    MIN_GAIN,
+    compressed_bytes_per_s,
+    decompressed_bytes_per_s,
+    worth_compressing,
+)
 
 GB = 1e9
 
@@ -45,17 +50,30 @@ def test_what_is_not_used_says_why() -> None:
     assert not is_on and "at any rate" in sentence
 
 
+def test_an_accelerator_that_is_busy_multiplying_has_no_time_to_decompress() -> None:
+    is_on, _ = worth_compressing(1.42, 4 * GB, 5 * GB, 30 * GB)
+    assert is_on
+    is_on, sentence = worth_compressing(1.42, 4 * GB, 5 * GB, 5 * GB)
+    assert not is_on
+    assert "decompressed at 5.0 GB/s and multiplied with at 5.0 GB/s" in sentence
+
+
+def test_decompressing_reads_and_writes() -> None:
+    assert decompressed_bytes_per_s(1.5, 10 * GB) == pytest.approx(6 * GB)
+
+
 rates = st.floats(1e6, 1e13)
 
 
-@given(ratio=st.floats(0.9, 3), link=rates, decompress=rates)
+@given(ratio=st.floats(0.9, 3), link=rates, decompress=rates, multiply=rates)
 def test_it_is_on_only_where_a_model_of_the_pipeline_is_faster(
-    ratio: float, link: float, decompress: float
+    ratio: float, link: float, decompress: float, multiply: float
 ) -> None:
     num_bytes = 1e9
-    raw_s = num_bytes / link
-    compressed_s = max(num_bytes / ratio / link, num_bytes / decompress)
-    is_on, sentence = worth_compressing(ratio, link, decompress)
+    raw_s = max(num_bytes / link, num_bytes / multiply)
+    device_s = num_bytes / decompress + num_bytes / multiply
+    compressed_s = max(num_bytes / ratio / link, device_s)
+    is_on, sentence = worth_compressing(ratio, link, decompress, multiply)
     gain = raw_s / compressed_s
     if gain == pytest.approx(MIN_GAIN):
         return

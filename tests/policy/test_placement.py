@@ -15,24 +15,68 @@ from hypothesis import strategies as st
 
 from ambidex.config import OffloadConfig
 from ambidex.errors import OptionError, OutOfMemory
+from ambidex.memory.judge import Mix
+from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.placement import (
     ROW_UNIT,
     ModuleSize,
     Placement,
     PlacementPlan,
-    Rates,
     WeightKind,
     WeightPlace,
     describe,
     plan_placement,
 )
+from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.rates import LinkRate
 from ambidex.option_types import to_gib
 
 MIB = 1 << 20
+
+
+def machine(
+    link: float, host: float = 20e9, host_flops: float = 1e11, dram: float = 0.0
+) -> HardwareProfile:
+    """A device that reads 1 TB/s and computes 10 TFLOP/s."""
+    return HardwareProfile(
+        "made up",
+        host=Processor(
+            "host",
+            1 << 50,
+            host,
+            {"float32": ProductRate(((1, host_flops),))},
+            shared_bytes_per_s=dram,
+        ),
+        device=Processor("device", 1 << 50, 1e12, {"float32": ProductRate(((1, 1e13),))}),
+        link=LinkRate(link),
+        sync_s=1e-6,
+    )
+
+
+def shape_of(modules: Sequence[ModuleSize]) -> ModelShape:
+    """A model of such weights, in 16 bits."""
+    weights = tuple(
+        WeightShape(
+            m.path,
+            m.rows,
+            max(m.num_bytes // m.rows // 2, 1),
+            m.kind,
+            "bfloat16",
+            m.num_bytes,
+            names=m.names,
+        )
+        for m in modules
+    )
+    layers = len({path.split(".")[1] for m in modules if (path := m.path).startswith("layers.")})
+    return ModelShape("made up", "llama", layers, 1024, 4096, 4096, 8, 128, weights, (), None)
+
+
 #: A CPU that reads its memory faster than the link carries, and the other way round.
-FAST_HOST = Rates(4e9, 20e9, 1e11, 1e12, 1e13)
-FAST_LINK = Rates(50e9, 20e9, 1e11, 1e12, 1e13)
+FAST_HOST = machine(4e9)
+FAST_LINK = machine(50e9)
 NEVER_FULL = 1 << 50
+#: For tests that make many plans and ask for no speed.
+SHORT = Mix(1, 1)
 
 
 def model(num_layers: int = 4, *, tied: bool = False, experts: int = 0) -> list[ModuleSize]:
@@ -82,10 +126,11 @@ def plan(
     modules: Sequence[ModuleSize],
     device: int = NEVER_FULL,
     host: int = NEVER_FULL,
-    rates: Rates = FAST_LINK,
+    profile: HardwareProfile = FAST_LINK,
+    mix: Mix | None = None,
     **offload: Any,
 ) -> PlacementPlan:
-    return plan_placement(modules, device, host, OffloadConfig(**offload), rates)
+    return plan_placement(shape_of(modules), device, host, OffloadConfig(**offload), profile, mix)
 
 
 def moved(result: PlacementPlan) -> dict[str, Placement]:
@@ -124,7 +169,7 @@ def test_one_byte_too_many_moves_the_least() -> None:
 
 def test_layers_leave_from_the_last_upward() -> None:
     modules = model()
-    result = plan(modules, total(modules) - 30 * MIB, rates=FAST_HOST)
+    result = plan(modules, total(modules) - 30 * MIB, mode="compute")
     assert result.mode == "compute"
     assert moved(result) == dict.fromkeys(
         ["embedding", "layers.3.mlp.down", "layers.3.mlp.gate_up"], Placement.HOST
@@ -132,14 +177,28 @@ def test_layers_leave_from_the_last_upward() -> None:
     assert result.notes == (
         "The weights take 152.00 MiB, the accelerator has 122.00 MiB for them: 36.00 MiB stay on "
         "the host.",
-        "The CPU multiplies with what is on the host: it reads 20.0 GB/s there, and the link "
-        "carries 4.0 GB/s.",
     )
+
+
+def test_auto_says_what_it_expects() -> None:
+    modules = model()
+    result = plan(modules, total(modules) - 30 * MIB, profile=FAST_HOST)
+    assert result.mode == "split"
+    assert result.notes[1].startswith(
+        "The CPU multiplies with some rows of what is on the host, and others are streamed: the "
+        "CPU reads 20.0 GB/s there, and the link carries 4.0 GB/s. A token of 1 request, of 16, "
+        "and 2048 tokens of a prompt are expected to take "
+    )
+    # The other modes beside it, each with three times.
+    assert re.findall(r"in mode (\w+) [\d.]+ m?s, [\d.]+ m?s and [\d.]+ m?s", result.notes[1]) == [
+        "compute",
+        "stream",
+    ]
 
 
 def test_staging_counts() -> None:
     modules = model()
-    result = plan(modules, total(modules) - 30 * MIB)
+    result = plan(modules, total(modules) - 30 * MIB, mode="stream")
     # 16 of the table, and 80 of the layers, for a ring of two layers of 30: 36 become free.
     assert result.mode == "stream"
     assert result.ring_layers == 2 and result.ring_layer_bytes == 30 * MIB
@@ -156,7 +215,6 @@ def test_staging_counts() -> None:
     }
     assert result.streamed_bytes == 80 * MIB and result.computed_bytes == 16 * MIB
     assert result.spare_bytes == 6 * MIB
-    assert "is streamed: the link carries 50.0 GB/s" in result.notes[1]
     assert describe(result)[1:] == [
         "offload: asked for what does not fit, placed 96.00 MiB, mode stream (weights: 11 "
         "resident, 10 stream, 1 host)",
@@ -201,7 +259,7 @@ def test_a_layer_of_the_ring_is_the_largest_with_each_weight_aligned() -> None:
 def test_the_head_goes_last() -> None:
     modules = model()
     small = sum(m.num_bytes for m in modules if not m.is_matrix) + 16 * MIB
-    result = plan(modules, small, rates=FAST_HOST)
+    result = plan(modules, small, profile=FAST_HOST)
     assert set(result.places) - {f"{path}.weight" for path in moved(result)} == {
         m.path for m in modules if not m.is_matrix
     } | {"head.weight"}
@@ -211,24 +269,29 @@ def test_the_head_goes_last() -> None:
 def test_the_slower_way_is_not_taken_by_itself() -> None:
     modules = model()
     device = total(modules) - 30 * MIB
-    assert plan(modules, device, rates=FAST_HOST).mode == "compute"
-    assert plan(modules, device, rates=FAST_LINK).mode == "stream"
+    # A link that is far slower than the CPU, and one that is far faster: one side alone.
+    slow_link, slow_host = machine(1e8, 20e9, 1e13), machine(20e9, 1e8, 1e9, 50e9)
+    assert plan(modules, device, profile=slow_link).computed_bytes == 24 * MIB + 12 * MIB
+    streams = plan(modules, device, profile=slow_host)
+    assert streams.split_table is None or streams.split_table.share(1) > 0.95
     # A limit on the link makes it the slower way.
-    assert plan(modules, device, rates=FAST_LINK, link_limit_bytes_per_s=1e9).mode == "compute"
+    limited = plan(modules, device, profile=machine(50e9, 20e9, 1e13), link_limit_bytes_per_s=1e8)
+    assert limited.mode == "compute"
 
 
 def test_without_room_for_staging_the_cpu_computes() -> None:
     modules = model(1)
-    result = plan(modules, 20 * MIB)
+    result = plan(modules, 3 * MIB)
     assert result.mode == "compute" and result.staging_bytes == 0
-    assert "no room for the ring" in result.notes[1]
+    assert "no room for the ring" in result.notes[2]
 
 
 def test_where_streaming_takes_more_than_the_host_has_the_cpu_computes() -> None:
     modules = model()
-    # Streaming moves 84 MiB, since it needs room for a ring.
-    assert plan(modules, total(modules) - 20 * MIB).host_bytes == 84 * MIB
-    result = plan(modules, total(modules) - 20 * MIB, 83 * MIB)
+    # Splitting moves more than computing alone, since it needs room for a ring.
+    free = plan(modules, total(modules) - 22 * MIB)
+    assert free.mode == "split" and free.host_bytes > 24 * MIB
+    result = plan(modules, total(modules) - 22 * MIB, free.host_bytes - 1)
     assert result.mode == "compute" and result.host_bytes == 24 * MIB
 
 
@@ -261,7 +324,7 @@ def test_an_offload_that_is_not_needed_is_done_and_warned_of() -> None:
 
 def test_more_than_there_is() -> None:
     modules = model()
-    result = plan(modules, total(modules) - 1, cpu_offload_bytes=1 << 40, rates=FAST_HOST)
+    result = plan(modules, total(modules) - 1, cpu_offload_bytes=1 << 40, profile=FAST_HOST)
     assert result.host_bytes == 152 * MIB and result.device_bytes == 4096
     assert (
         "asks for 1024.00 GiB; all that may leave the accelerator are 152.00"
@@ -376,21 +439,21 @@ def test_rows_that_are_no_multiple() -> None:
 # --- experts, tied embeddings ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rates", [FAST_HOST, FAST_LINK])
-def test_experts_go_first_and_are_computed(rates: Rates) -> None:
+@pytest.mark.parametrize("profile", [FAST_HOST, FAST_LINK])
+def test_experts_go_first_and_are_computed(profile: HardwareProfile) -> None:
     modules = model(experts=8)
-    result = plan(modules, total(modules) - 90 * MIB, rates=rates)
+    result = plan(modules, total(modules) - 90 * MIB, profile=profile)
     assert moved(result) == dict.fromkeys(
         [f"layers.{i}.mlp.{name}" for i in (2, 3) for name in ("gate_up", "down")], Placement.HOST
     )
-    assert ("is not streamed: of experts" in result.notes[1]) == (rates is FAST_LINK)
+    assert "computed there, not streamed: of experts" in result.notes[1]
     # What is left over is for a cache of hot experts.
     assert result.spare_bytes == 70 * MIB
 
 
 def test_experts_of_a_layer_go_together() -> None:
     modules = model(experts=8)
-    result = plan(modules, patterns=("layers.1.mlp.down",), rates=FAST_HOST)
+    result = plan(modules, patterns=("layers.1.mlp.down",), profile=FAST_HOST)
     assert moved(result) == dict.fromkeys(
         ["layers.1.mlp.gate_up", "layers.1.mlp.down"], Placement.HOST
     )
@@ -414,7 +477,7 @@ def test_a_tied_embedding_is_one_weight() -> None:
     assert moved(result) == {"embedding": Placement.STREAM}
     assert result.ring_layer_bytes == result.streamed_bytes == 16 * MIB
     # It is read whole by the head, so it leaves after the layers.
-    least = plan(modules, total(modules) - MIB, rates=FAST_HOST)
+    least = plan(modules, total(modules) - MIB, mode="compute")
     assert moved(least) == {"layers.3.mlp.down": Placement.HOST}
 
 
@@ -429,7 +492,7 @@ def refusal(modules: Sequence[ModuleSize], *budgets: int, **settings: Any) -> st
 
 def test_forbidden_and_needed() -> None:
     modules = model()
-    message = refusal(modules, total(modules) - 20 * MIB, cpu_offload_bytes=0, rates=FAST_HOST)
+    message = refusal(modules, total(modules) - 20 * MIB, cpu_offload_bytes=0, profile=FAST_HOST)
     assert message == (
         "The weights take 152.00 MiB, the accelerator has 132.00 MiB for them, and "
         "--cpu-offload-gb 0 forbids keeping any on the host. Leave it out, or give "
@@ -441,7 +504,7 @@ def test_forbidden_and_needed() -> None:
 
 def test_too_small_a_size() -> None:
     modules = model()
-    message = refusal(modules, 100 * MIB, cpu_offload_bytes=20 * MIB, rates=FAST_HOST)
+    message = refusal(modules, 100 * MIB, cpu_offload_bytes=20 * MIB, profile=FAST_HOST)
     assert message == (
         "With --cpu-offload-gb (20.00 MiB) 128.00 MiB of the weights' 152.00 MiB stay on the "
         "accelerator, which has 100.00 MiB for them. Give --cpu-offload-size 54MiB, or leave the "
@@ -462,15 +525,15 @@ def test_patterns_that_leave_too_much() -> None:
 
 def test_more_than_the_host_has() -> None:
     modules = model()
-    message = refusal(modules, 140 * MIB, 50 * MIB, cpu_offload_bytes=100 * MIB, rates=FAST_HOST)
+    message = refusal(modules, 140 * MIB, 50 * MIB, cpu_offload_bytes=100 * MIB, profile=FAST_HOST)
     assert message == (
         "100.00 MiB of weights would stay in host memory, of which 50.00 MiB are free. Lower "
         "--cpu-offload-gb (100.00 MiB) to --cpu-offload-size 46MiB, or free memory."
     )
-    by_pattern = refusal(modules, 140 * MIB, 50 * MIB, patterns=("*.mlp",), rates=FAST_HOST)
+    by_pattern = refusal(modules, 140 * MIB, 50 * MIB, patterns=("*.mlp",), profile=FAST_HOST)
     assert "80.00 MiB of weights would stay in host memory, of which 50.00" in by_pattern
     assert "16.00 MiB there are enough" in by_pattern and "Leave it out" in by_pattern
-    neither = refusal(modules, 50 * MIB, 50 * MIB, rates=FAST_HOST)
+    neither = refusal(modules, 50 * MIB, 50 * MIB, profile=FAST_HOST)
     assert "106.00 MiB of weights would stay in host memory" in neither
     assert "the accelerator has 50.00 MiB for them. Free memory" in neither
 
@@ -483,7 +546,7 @@ def test_a_device_smaller_than_one_layer() -> None:
         "KiB of weights and a ring of 2 layers of 30.00 MiB. Give --offload-mode compute."
     )
     assert refusal(modules, 40 * MIB, mode="stream").endswith("Give --offload-prefetch-step 0.")
-    nothing = refusal(modules, 1000, rates=FAST_HOST)
+    nothing = refusal(modules, 1000, profile=FAST_HOST)
     assert "Mode compute needs 4.00 KiB at least: 4.00 KiB of weights. Give the accelerator" in (
         nothing
     )
@@ -633,14 +696,14 @@ def variants(message: str, offload: OffloadConfig) -> list[OffloadConfig]:
 @settings(max_examples=400, deadline=None)
 @given(st.data(), models(), st.sampled_from([FAST_HOST, FAST_LINK]))
 def test_a_plan_holds_or_says_what_works(
-    data: st.DataObject, modules: list[ModuleSize], rates: Rates
+    data: st.DataObject, modules: list[ModuleSize], profile: HardwareProfile
 ) -> None:
     size = total(modules)
     device = data.draw(st.integers(0, size + 100), "device")
     host = data.draw(st.just(NEVER_FULL) | st.integers(0, size), "host")
     offload = data.draw(offloads(2 * size), "offload")
     try:
-        result = plan_placement(modules, device, host, offload, rates)
+        result = plan_placement(shape_of(modules), device, host, offload, profile)
     except OptionError:
         assert offload.patterns or not any(m.is_matrix for m in modules)
         return
@@ -648,14 +711,15 @@ def test_a_plan_holds_or_says_what_works(
         message = str(error)
         assert message.endswith(".") and "\n" not in message
         for variant in variants(message, offload):
-            changed = plan_placement(modules, device, host, variant, rates)
+            changed = plan_placement(shape_of(modules), device, host, variant, profile)
             check(changed, modules, device, host, variant)
         return
     check(result, modules, device, host, offload)
     asked = offload.cpu_offload_bytes
     if asked or offload.patterns:
+        most = replace(offload, cpu_offload_bytes=NEVER_FULL)
         everything = plan_placement(
-            modules, NEVER_FULL, NEVER_FULL, replace(offload, cpu_offload_bytes=NEVER_FULL), rates
+            shape_of(modules), NEVER_FULL, NEVER_FULL, most, profile
         ).host_bytes
         assert result.host_bytes >= min(everything if asked is None else asked, everything) > 0
         is_unneeded = any("not needed" in warning for warning in result.warnings)
@@ -671,16 +735,17 @@ def test_what_is_moved_by_itself_is_the_least(
     assume(any(module.is_matrix for module in modules))
     device = data.draw(st.integers(0, total(modules) - 1), "device")
     try:
-        automatic = plan(modules, device, mode=mode)
+        automatic = plan(modules, device, mode=mode, mix=SHORT)
     except OutOfMemory:
         automatic = None
     sizes = []
     asked = 1
     while asked <= total(modules):
         # The next size that changes something is one byte above the last.
-        asked = plan(modules, cpu_offload_bytes=asked, mode=mode).host_bytes + 1
+        asked = plan(modules, mix=SHORT, cpu_offload_bytes=asked, mode=mode).host_bytes + 1
         with contextlib.suppress(OutOfMemory):
-            sizes.append(plan(modules, device, mode=mode, cpu_offload_bytes=asked - 1).host_bytes)
+            one = plan(modules, device, mix=SHORT, mode=mode, cpu_offload_bytes=asked - 1)
+            sizes.append(one.host_bytes)
         if asked > sum(m.num_bytes for m in modules if m.is_matrix):
             break
     assert sizes[:1] == ([] if automatic is None else [automatic.host_bytes])

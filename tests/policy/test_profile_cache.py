@@ -15,8 +15,8 @@ import pytest
 from ambidex.config import DeviceConfig, EngineConfig, ModelConfig
 from ambidex.device.profile_cache import cpu_name, memory_bytes, this_machine
 from ambidex.kernels.cpu.topology import ThreadPlan
-from ambidex.memory.cost_model import LinkRate
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.rates import LinkRate
 
 CONFIG = EngineConfig(ModelConfig("any"), cpu_threads=1)
 RATE = ProductRate(((1, 1e9), (8, 2e9)), 3e9, math.inf)

@@ -19,6 +19,7 @@ import os
 import time
 
 from ambidex.config import EngineConfig
+from ambidex.engine.foretold import StepSpeed
 from ambidex.engine.messages import EngineInfo, EngineStats
 from ambidex.errors import InvalidModelError, RequestError
 from ambidex.memory.ledger import MemorySnapshot
@@ -98,6 +99,10 @@ class FakeEngine:
             staging = found[0].accounts.get("staging", 0)
             found[0].accounts["staging"] = staging + 1000 * len(self._running)
         return found
+
+    def speed(self) -> dict[str, StepSpeed]:
+        given = self._config.model.hf_overrides.get("speed", {})
+        return {kind: StepSpeed(*values) for kind, values in given.items()}
 
     @property
     def has_work(self) -> bool:

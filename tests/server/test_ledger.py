@@ -28,7 +28,10 @@ Start = Callable[..., Server]
 
 @pytest.fixture(scope="module")
 def two_memories() -> Iterator[Server]:
-    shared = Server(engine={"memory": MEMORY, "modules": MODULES}, server={"api_keys": ["k"]})
+    shared = Server(
+        engine={"memory": MEMORY, "modules": MODULES, "speed": {"decode": [100, 0.5, 0.75]}},
+        server={"api_keys": ["k"]},
+    )
     try:
         yield shared.wait_ready()
     finally:
@@ -55,6 +58,7 @@ def test_the_ledger(two_memories: Server) -> None:
     }
     assert (sim["name"], sim["reserved_bytes"], sim["free_bytes"]) == ("sim:0", GIB, GIB)
     (warning,) = found.pop("warnings")
+    found.pop("speed")
     assert "75% of the weights" in warning and "sim:0" in warning
     assert found == {
         "modules": MODULES,
@@ -62,6 +66,16 @@ def test_the_ledger(two_memories: Server) -> None:
         "gpu_weights": GIB,
         "cpu_weight_share": 0.75,
     }
+    # How fast steps were comes with the engine's first statistics.
+    wait_until(lambda: "decode" in ledger(two_memories)["speed"], "the speed")
+    assert ledger(two_memories)["speed"]["decode"] == pytest.approx(
+        {
+            "num_steps": 100,
+            "predicted_ms": 5.0,
+            "measured_ms": 7.5,
+            "measured_over_predicted": 1.5,
+        }
+    )
 
 
 def test_it_needs_the_key(two_memories: Server) -> None:

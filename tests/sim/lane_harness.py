@@ -26,7 +26,8 @@ from ambidex.engine.engine import Engine
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner.placing import Places
-from ambidex.weights.placed import PlacedKernels, PlacedWeight
+from ambidex.weights.placed import PlacedKernels
+from ambidex.weights.placed_weight import PlacedWeight
 
 #: Rates are given, so that nothing is measured and times are the same everywhere.
 SIM = "sim:memory=256MiB,core_bandwidth=10GB/s,core_flops=50G,link=4GB/s,latency=20us,speed=4"

@@ -24,17 +24,18 @@ from ambidex.config import (
 from ambidex.engine.engine import Engine
 from ambidex.kernels.native import NativeKernels
 from ambidex.memory import expert_cache
+from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.placement import (
-    ModuleSize,
     Placement,
     PlacementPlan,
-    Rates,
     WeightKind,
     plan_placement,
 )
+from ambidex.memory.planner import plan_with_cache
+from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.rates import LinkRate
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner import loader
-from ambidex.runner.placing import plan_with_cache
 from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
 from ambidex.weights.placed import PlacedKernels
 
@@ -386,16 +387,23 @@ def test_no_room_no_cache(
 
 def plan_mixture(budget: int, cache: str, **offload: Any) -> tuple[PlacementPlan, int]:
     """Four layers of 100 bytes beside 1,200 of experts; up to 500 bytes are for a cache."""
-    modules = []
+    weights = []
     for layer in range(4):
-        modules.append(ModuleSize(f"layers.{layer}.attention.qkv.weight", 100, 64))
+        path = f"layers.{layer}.attention.qkv.weight"
+        weights.append(WeightShape(path, 64, 1, WeightKind.MATRIX, "int8", 100))
         for name, size in (("gate_up", 800), ("down", 400)):
             path = f"layers.{layer}.mlp.{name}"
-            modules.append(ModuleSize(path, size, 64, WeightKind.EXPERTS))
-    asked, rates = OffloadConfig(**offload), Rates(4e9, 10e9, 50e9, 40e9, 200e9)
+            weights.append(WeightShape(path, 64, 6, WeightKind.EXPERTS, "int8", size))
+    shape = ModelShape("", "", 4, 64, 64, 64, 1, 64, tuple(weights), (), None)
+    host, device = (
+        Processor(name, 1 << 20, rate, {"float32": ProductRate(((1, 5 * rate),))})
+        for name, rate in (("host", 10e9), ("device", 40e9))
+    )
+    profile = HardwareProfile("made up", host, device, LinkRate(4e9))
+    asked = OffloadConfig(**offload)
     return plan_with_cache(
-        modules,
-        lambda num_bytes: plan_placement(modules, num_bytes, 1 << 20, asked, rates),
+        shape.modules,
+        lambda num_bytes: plan_placement(shape, num_bytes, 1 << 20, asked, profile),
         budget,
         500,
         cache,

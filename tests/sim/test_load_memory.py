@@ -70,5 +70,6 @@ def test_a_checkpoint_three_times_the_device(sim_model: Callable[..., Path], lar
     assert got["growth"] <= 1.02 * host + FIXED_BYTES, got
     assert got["growth"] >= 0.98 * host, "the measurement sees the weights"
     assert got["peak_beyond_end"] <= LAYER_BYTES + FIXED_BYTES, got
-    assert got["ring"] == 2 * LAYER_BYTES
+    # Two layers, of which each matrix has some rows on the device.
+    assert LAYER_BYTES < got["ring"] < 2 * LAYER_BYTES
     assert got["counts"]["streamed_bytes"] > 0

@@ -20,7 +20,8 @@ from ambidex.layers.module import Place
 from ambidex.memory.cost_model import ComputeRate
 from ambidex.quant.on_load import quantise
 from ambidex.runner.hands import HostMemory
-from ambidex.weights.placed import Ordered, PlacedKernels, PlacedWeight, ring_bytes, row_ranges
+from ambidex.weights.placed import PlacedKernels
+from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes, row_ranges
 from ambidex.weights.streamer import Streamer, staged_bytes
 
 RATE = ComputeRate(10e9, 50e9)
@@ -162,7 +163,7 @@ def test_linear(
     counted = {place: shared.kernels.num_rows[place] - before[place] for place in before}
     here = min(resident, rows)
     assert counted == {"resident": here, "streamed": streamed, "host": rows - here - streamed}
-    shared.kernels._copies.clear()
+    shared.kernels._crossings._constants.clear()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -190,7 +191,7 @@ def test_gated_linear(
         x, held, activation, None if bias is None else shared.device.store(bias)
     )
     assert torch.equal(shared.fetch(out), expected)
-    shared.kernels._copies.clear()
+    shared.kernels._crossings._constants.clear()
 
 
 def matrix(weight: torch.Tensor, form: str) -> torch.Tensor | Quantized:

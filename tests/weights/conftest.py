@@ -52,6 +52,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "gemma3",
     ),
     "phi3": ("Phi3Config", {"sliding_window": 64}, "phi3"),
+    "mistral": ("MistralConfig", {"sliding_window": 40}, "llama"),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 48}, ""),
 }
 
 

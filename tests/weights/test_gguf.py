@@ -15,9 +15,10 @@ from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file
 
+from ambidex.checkpoint_names import NameTable
 from ambidex.device.cpu import CPUDevice
 from ambidex.errors import InvalidModelError, UnsupportedModelError
-from ambidex.layers.module import BuildContext, NameTable
+from ambidex.layers.module import BuildContext
 from ambidex.models.registry import build_model
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.gguf import DEQUANTISABLE

@@ -19,6 +19,7 @@ COMMANDS = {
     "run": ("ambidex.cli.run", "answer one prompt, streaming to the terminal"),
     "chat": ("ambidex.cli.chat", "talk to a model in the terminal"),
     "serve": ("ambidex.cli.serve", "serve a model over OpenAI's HTTP API"),
+    "plan": ("ambidex.cli.plan", "say what fits, where it lies and how fast, without loading it"),
     "pull": ("ambidex.cli.pull", "fetch a model into the cache"),
 }
 

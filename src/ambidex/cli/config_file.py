@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ambidex.errors import OptionError
 from ambidex.options import FileOptions, Option, Resolved, config_path, resolve
+from ambidex.options_file import SECTIONS, FileItem
 
 _MAX_BYTES = 1 << 20
 #: Far more than there are options; reading them takes a second.
@@ -37,9 +38,9 @@ def load_config(name: str) -> FileOptions:
     Raises :class:`OptionError` that names the file and, where there is one, the line.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _model_folder(path, name)
     try:
+        if path.is_dir():
+            return _model_folder(path, name)
         text = _read(path, name)
     except FileNotFoundError:
         raise OptionError(
@@ -49,10 +50,11 @@ def load_config(name: str) -> FileOptions:
         raise OptionError(f"--config: {name} is not UTF-8 text: {error}.") from None
     except OSError as error:
         raise OptionError(f"--config: {name} cannot be read: {error.strerror}.") from None
-    values, lines = _parse(text, name)
-    if path.name == "config.json" and ("model_type" in values or "architectures" in values):
+    items = _parse(text, name)
+    is_model = any(item.key in ("model_type", "architectures") for item in items)
+    if path.name == "config.json" and is_model:
         return _model_folder(path.parent, name)
-    return FileOptions(name, values, lines)
+    return FileOptions(name, items)
 
 
 def _read(path: Path, name: str) -> str:
@@ -74,29 +76,37 @@ def _read(path: Path, name: str) -> str:
 
 
 def _model_folder(folder: Path, name: str) -> FileOptions:
-    if not (folder / "config.json").is_file():
+    try:
+        has_config = (folder / "config.json").is_file()
+        is_model = any(child.suffix in _WEIGHTS for child in folder.iterdir())
+    except OSError as error:
+        raise OptionError(
+            f"--config: the folder of {name} cannot be listed: {error.strerror}. Give a YAML file "
+            "of options, or make the folder readable."
+        ) from None
+    if not has_config:
         raise OptionError(
             f"--config: {name} is a folder without a config.json. Give a YAML file of options, "
             "or a model's folder."
         )
     note = f"--config {name} is a model's configuration, not a file of options: used as such."
-    is_model = any(child.suffix in _WEIGHTS for child in folder.iterdir())
     return FileOptions(
         name,
-        {"hf-config-path": str(folder)},
+        (FileItem("hf-config-path", str(folder)),),
         notes=(note,),
         fallback_model=str(folder) if is_model else None,
     )
 
 
-def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+def _parse(text: str, name: str) -> tuple[FileItem, ...]:
+    """The keys of the file with their lines, those that stand twice too."""
     # Here, because it takes a tenth of a second.
     from ruamel.yaml import YAML
-    from ruamel.yaml.comments import CommentedMap
     from ruamel.yaml.composer import Composer
-    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.events import AliasEvent
+    from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
     num_nodes = 0
 
@@ -120,14 +130,41 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
                 )
             return super().compose_node(parent, index)
 
-    yaml = YAML(typ="rt")
+    yaml = YAML(typ="safe", pure=True)
     yaml.Composer = PlainComposer
+
+    def items(mapping: MappingNode) -> Iterator[FileItem]:
+        for key, value in mapping.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, ScalarNode) or not str(key.tag).endswith((":str", ":merge")):
+                word = key.value if isinstance(key, ScalarNode) else "a list or a mapping"
+                raise OptionError(f"{name}, line {line}: {word or 'nothing'} is no name.")
+            is_mapping = isinstance(value, MappingNode)
+            if is_mapping and key.value.replace("-", "_") in SECTIONS:
+                yield FileItem(key.value, {}, line, tuple(items(value)))
+            else:
+                where = f"{name}, line {line}: {key.value}"
+                try:
+                    found = yaml.constructor.construct_object(value, deep=True)
+                except ConstructorError as error:
+                    raise OptionError(f"{where}: {error.problem}. Put text in quotes.") from None
+                found = _plain(found, where)
+                yield FileItem(key.value, found, line, () if is_mapping else None)
+
     try:
-        data = yaml.load(text)
+        node = yaml.compose(text)
+        if node is None or str(node.tag).endswith(":null"):
+            return ()
+        if not isinstance(node, MappingNode):
+            raise OptionError(
+                f"{name} must hold one option a line, such as `max-model-len: 8192`; "
+                f"it holds a {'list' if isinstance(node, SequenceNode) else 'single value'}."
+            )
+        return tuple(items(node))
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
         raise OptionError(
-            f"{name}, line {line}: the same option is given twice. Keep one of them."
+            f"{name}, line {line}: the same key is given twice. Keep one of them."
         ) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -138,35 +175,16 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise OptionError(f"{name}, line {line}: {problem}.") from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise OptionError(f"--config: {name} is no YAML: {str(error).splitlines()[0]}.") from None
-    if data is None:
-        return {}, {}
-    if not isinstance(data, CommentedMap):
-        raise OptionError(
-            f"{name} must hold one option a line, such as `max-model-len: 8192`; "
-            f"it holds a {'list' if isinstance(data, list) else 'single value'}."
-        )
-    values: dict[str, Any] = {}
-    lines: dict[str, int] = {}
-    for key, value in data.items():
-        line = data.lc.data[key][0] + 1 if key in data.lc.data else 1
-        if not isinstance(key, str):
-            raise OptionError(f"{name}, line {line}: {key!r} is no name of an option.")
-        values[str(key)] = _plain(value, f"{name}, line {line}: {key}")
-        lines[str(key)] = line
-    return values, lines
 
 
 def _plain(value: Any, where: str) -> Any:
-    """ruamel's own types, which remember comments and quotes, as plain Python values."""
+    """Values that options may have: no dates, sets or bytes."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item, where) for name, item in value.items()}
     if isinstance(value, list):
         return [_plain(item, where) for item in value]
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, str | int | float):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
     raise OptionError(
         f"{where} has a value of a kind that no option takes ({type(value).__name__}). "
         "Put text in quotes."

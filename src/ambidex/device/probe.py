@@ -163,8 +163,8 @@ def measure_machine(
         link,
         back,
         link.latency_s,
-        "measured",
-        sources,
+        origin="measured",
+        sources=sources,
     )
 
 

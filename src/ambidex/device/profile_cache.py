@@ -26,8 +26,8 @@ from ambidex.cgroups import read_text
 from ambidex.kernels.cpu.levels import choose_level, kernel_table_name, recorded_levels
 from ambidex.kernels.cpu.library import load
 from ambidex.kernels.cpu.topology import ThreadPlan, plan_threads, read_topology
-from ambidex.memory.cost_model import LinkRate
 from ambidex.memory.profile import WEIGHT_FORMS, HardwareProfile, Processor, ProductRate
+from ambidex.memory.rates import LinkRate
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig

@@ -346,6 +346,7 @@ class QueuedKernels:
             lambda: self.inner.decompress_words(payload, num_words, out),
             [],
             writes=(out,),
+            read_bytes=num_bytes([payload, out]),
         )
 
     def route_experts(

@@ -60,7 +60,9 @@ class Clock:
         self.is_virtual = is_virtual
         self.host_s = 0.0
         self._began = time.perf_counter()
+        #: Work whose arithmetic took longer than the real clock gave it, and by how much in all.
         self.num_late = 0
+        self.late_s = 0.0
         self.num_launches = 0
         self.timeline: deque[Span] = deque(maxlen=100_000)
         self.hazards = Hazards()
@@ -317,6 +319,7 @@ class Stream:
         elif ahead_s < -_SLEEP_RESOLUTION_S:
             if item is not None:
                 self.clock.num_late += 1
+                self.clock.late_s -= ahead_s
             self._now_s = self.clock.now_s()
 
 

@@ -430,7 +430,9 @@ class AsyncEngine:
         there is no engine."""
         if self.state != "ready":
             raise EngineUnavailableError(f"The engine is {self.state}. Try again later.")
-        return memory_report(self.stats.memory or self.info.memory, self.info.modules)
+        return memory_report(
+            self.stats.memory or self.info.memory, self.info.modules, self.stats.speed
+        )
 
     @property
     def heartbeat_age_s(self) -> float:

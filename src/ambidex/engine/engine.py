@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ambidex.config import EngineConfig
+from ambidex.engine.foretold import Foretelling, StepSpeed
 from ambidex.engine.messages import EngineInfo
 from ambidex.engine.progress import Progress
 from ambidex.engine.scheduler import Scheduler, SchedulerStats
@@ -65,6 +66,7 @@ class Engine:
             config.scheduler, self.block_manager, self.lane.max_model_len, self.lanes
         )
         self.times = EngineTimes()
+        self._foretelling = Foretelling(self.lane.predict)
         self._in_flight: dict[str, tuple[Decision, float]] = {}
         self._completions: queue.SimpleQueue[tuple[str, Future[StepResult]]] = queue.SimpleQueue()
 
@@ -150,6 +152,7 @@ class Engine:
         self.times.num_steps += 1
         self.times.model_s += result.model_s
         self.times.step_s += elapsed
+        self._foretelling.record(decision, elapsed)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step %d on %s: %d prefill tokens, %d decode tokens, %d requests, %.1f ms",
@@ -167,6 +170,10 @@ class Engine:
     def memory(self) -> list[MemorySnapshot]:
         """What is reserved now, one entry a memory: the host's first."""
         return [ledger.snapshot() for ledger in self.lane.ledgers]
+
+    def speed(self) -> dict[str, StepSpeed]:
+        """How long steps took beside what was predicted, by kind; empty until there are enough."""
+        return self._foretelling.report()
 
     def info(self) -> EngineInfo:
         """What a front end must know, and what the start-up table shows."""

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, Protocol
 
@@ -24,6 +24,7 @@ import zmq
 
 from ambidex import logs
 from ambidex.config import EngineConfig
+from ambidex.engine.foretold import StepSpeed
 from ambidex.engine.messages import (
     FRAME_HEADER_BYTES,
     HEARTBEAT_S,
@@ -68,6 +69,7 @@ class SteppingEngine(Protocol):
     def step(self, timeout_s: float) -> list[EngineOutput]: ...
     def stats(self) -> SchedulerStats | EngineStats: ...
     def memory(self) -> list[MemorySnapshot]: ...
+    def speed(self) -> dict[str, StepSpeed]: ...
     def info(self) -> EngineInfo: ...
     def close(self) -> None: ...
 
@@ -94,11 +96,13 @@ def frame(payload: bytes) -> bytes:
 
 
 def to_stats(
-    stats: SchedulerStats | EngineStats, memory: Sequence[MemorySnapshot] = ()
+    stats: SchedulerStats | EngineStats,
+    memory: Sequence[MemorySnapshot] = (),
+    speed: Mapping[str, StepSpeed] | None = None,
 ) -> EngineStats:
-    """The scheduler's statistics and the ledgers as they cross the process boundary."""
+    """The scheduler's statistics, the ledgers and the speed as they cross the process boundary."""
     if isinstance(stats, EngineStats):
-        return replace(stats, memory=list(memory))
+        return replace(stats, memory=list(memory), speed=dict(speed or {}))
     return EngineStats(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
@@ -108,6 +112,7 @@ def to_stats(
         prefix_cache_hits=stats.prefix_cache_hits,
         num_preemptions=stats.num_preemptions,
         memory=list(memory),
+        speed=dict(speed or {}),
     )
 
 
@@ -211,7 +216,7 @@ class EngineLoop:
 
     def _stats(self) -> EngineStats:
         self._last_stats_s = time.monotonic()
-        return to_stats(self._engine.stats(), self._engine.memory())
+        return to_stats(self._engine.stats(), self._engine.memory(), self._engine.speed())
 
     def _send(self, message: Outputs | Alive) -> None:
         self._socket.send(self._encoder.encode(message))

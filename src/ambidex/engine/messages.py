@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ambidex.config import EngineConfig
+from ambidex.engine.foretold import StepSpeed
 from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest
 
@@ -76,6 +77,8 @@ class EngineStats:
     num_preemptions: int = 0
     #: As in :class:`EngineInfo`, now.
     memory: list[MemorySnapshot] = field(default_factory=list)
+    #: Predicted and measured, by kind of step; empty until there are enough.
+    speed: dict[str, StepSpeed] = field(default_factory=dict)
 
 
 class StartUp(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ambidex.config import EngineConfig
+from ambidex.engine.foretold import StepSpeed
 from ambidex.engine.messages import EngineInfo
 from ambidex.memory.ledger import MemorySnapshot, format_bytes, is_host_memory
 
@@ -48,9 +49,12 @@ def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
 
 
 def memory_report(
-    memory: Sequence[MemorySnapshot], modules: Mapping[str, Mapping[str, int]]
+    memory: Sequence[MemorySnapshot],
+    modules: Mapping[str, Mapping[str, int]],
+    speed: Mapping[str, StepSpeed] | None = None,
 ) -> dict[str, Any]:
-    """Each memory's ledger, and where the weights are: plain values, as ``/ledger`` shows them.
+    """Each memory's ledger, where the weights are, and how fast steps were beside what was
+    predicted: plain values, as ``/ledger`` shows them.
 
     ``modules``: module -> memory -> bytes of its weights.
     """
@@ -88,6 +92,15 @@ def memory_report(
         "gpu_weights": gpu_weights,
         "cpu_weight_share": share,
         "warnings": warnings,
+        "speed": {
+            kind: {
+                "num_steps": each.num_steps,
+                "predicted_ms": 1e3 * each.predicted_s / each.num_steps,
+                "measured_ms": 1e3 * each.measured_s / each.num_steps,
+                "measured_over_predicted": each.ratio,
+            }
+            for kind, each in (speed or {}).items()
+        },
     }
 
 

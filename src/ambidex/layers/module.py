@@ -1,18 +1,16 @@
-"""Parameters, the layers that hold them, and how a checkpoint's names find them."""
+"""Parameters, and the layers that hold them."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ambidex.errors import InvalidModelError
+from ambidex.checkpoint_names import WHOLE, check_part
 from ambidex.kernels.quantized import Quantized
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 
@@ -71,10 +69,6 @@ class BuildContext:
         ]
 
 
-#: The part that stands for all parts: a checkpoint may hold a fused parameter in one tensor.
-WHOLE = "*"
-
-
 def weight_bytes(weight: Any) -> int:
     """Bytes of a tensor, of a kernel table's weight, or of a list of them."""
     if isinstance(weight, list):
@@ -130,35 +124,8 @@ class Parameter:
     def check(
         self, part: str, shape: tuple[int, ...], name: str, filled: set[str]
     ) -> tuple[int, int]:
-        """First row and rows of a part, which is added to the ``filled`` ones.
-
-        Raises InvalidModelError where there is no such part, where it has another shape than the
-        checkpoint's tensor, or where an earlier tensor filled it.
-        """
-        if part == WHOLE:
-            first, rows, expected = 0, self.shape[0], self.stacked
-        elif part in self.parts:
-            first, rows = self.parts[part]
-            expected = (rows, *self.shape[1:])
-        else:
-            raise InvalidModelError(
-                f"Tensor {name} has no place: the configuration asks for {len(self.parts)} such "
-                "tensors. The checkpoint and its config.json do not belong together."
-            )
-        if shape != expected:
-            raise InvalidModelError(
-                f"Tensor {name} has shape {list(shape)}; the configuration asks for "
-                f"{list(expected)}. The checkpoint and its config.json do not belong together."
-            )
-        parts = set(self.parts) if part == WHOLE else {part}
-        if not filled.isdisjoint(parts):
-            raise InvalidModelError(
-                f"Tensor {name} is there twice: the files hold the same weight under another name, "
-                "too, such as one with and one without 'model.' before it. Remove one of the two, "
-                "or download the model again."
-            )
-        filled |= parts
-        return first, rows
+        """See ``checkpoint_names.check_part``."""
+        return check_part(self.parts, (self.shape, self.stacked), part, shape, name, filled)
 
     def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None:
         """Take a checkpoint tensor; raises InvalidModelError as :meth:`check` does."""
@@ -186,6 +153,8 @@ class Place:
 
     resident_rows: int
     streamed_rows: Callable[[int], int]
+    #: All rows are copied in every step: they may be kept, and copied, compressed.
+    is_compressed: bool = False
 
 
 class PlacingKernels(Protocol):
@@ -381,53 +350,3 @@ def _walk(path: str, value: object) -> Iterator[tuple[str, Parameter]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _walk(f"{path}.{index}", item)
-
-
-class NameTable:
-    """Checkpoint names to parameter paths.
-
-    Keys and values use ``{name}`` for what carries over, for example
-    ``"model.layers.{i}.self_attn.q_proj.{w}": "layers.{i}.attention.qkv.{w}:q"``; the text after
-    a colon names the part of a fused parameter. A value of None says that the tensor is known
-    and not needed.
-    """
-
-    def __init__(self, names: Mapping[str, str | None]) -> None:
-        self._rules = [
-            (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^.]+)", re.escape(pattern))), target)
-            for pattern, target in names.items()
-        ]
-
-    def find(self, name: str) -> tuple[str, str] | None:
-        """``(path, part)``, or None for a known tensor that is not needed.
-
-        Files saved from a model without its head lack the prefix ``model.``. Raises KeyError for a
-        name that no rule matches.
-        """
-        try:
-            return self._find(name)
-        except KeyError:
-            return self._find(f"model.{name}")
-
-    def paths(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Which of ``names`` make up each parameter, by path."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            try:
-                target = self.find(name)
-            except KeyError:
-                continue
-            if target is not None:
-                found[target[0]].append(name)
-        return found
-
-    def _find(self, name: str) -> tuple[str, str] | None:
-        for pattern, target in self._rules:
-            match = pattern.fullmatch(name)
-            if match is None:
-                continue
-            if target is None:
-                return None
-            path, _, part = target.format(**match.groupdict()).partition(":")
-            return path, part
-        raise KeyError(name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ambidex.config import CheckpointConfig
+from ambidex.config import CheckpointConfig, rope_parameters
 from ambidex.errors import InvalidModelError, UnsupportedModelError
 from ambidex.layers.batch import Batch
 from ambidex.layers.module import BuildContext, Module, submodules
@@ -92,16 +92,6 @@ def make_rope(
         parameters, theta, int(head_dim * share), config, context.max_model_len
     )
     return Rope(context, frequencies, factor)
-
-
-def rope_parameters(config: CheckpointConfig) -> dict[str, Any]:
-    """How to rotate, from either spelling of a config.json: ``rope_scaling`` beside ``rope_theta``
-    and ``partial_rotary_factor``, or all of them in ``rope_parameters``."""
-    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if parameters.get(name) is None:
-            parameters[name] = config.get(name)
-    return parameters
 
 
 def rope_frequencies(

@@ -73,6 +73,16 @@ class ModelShape:
     max_positions: int | None
     #: How weights are held, for people: "bfloat16", "Q4_K_M file, as stored".
     description: str = ""
+    #: Of the layers that have experts: how many, and how many a token chooses; 0 without.
+    num_experts: int = 0
+    num_chosen: int = 0
+    #: What ``--dtype`` and ``--kv-cache-dtype`` come to.
+    dtype: str = "float32"
+    kv_dtype: str = "float32"
+    #: Of the rotation tables, for each position; see ``layers/rope.py``.
+    rope_bytes_per_position: int = 0
+    #: Sentences that the user should read.
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -80,12 +90,9 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token is multiplied with, looked-up tables apart."""
-        return sum(
-            weight.rows * weight.columns * weight.num_chosen
-            for weight in self.weights
-            if weight.kind is not WeightKind.TABLE
-        )
+        """Those that one token uses, as model cards count them: of experts the chosen ones, and
+        all else, tables that are looked up included."""
+        return sum(w.rows * w.columns * w.num_chosen for w in self.weights)
 
     @property
     def weight_bytes(self) -> int:
@@ -99,3 +106,9 @@ class ModelShape:
     def modules(self) -> list[ModuleSize]:
         """The weights as placement sees them."""
         return [weight.module for weight in self.weights]
+
+
+def form_of(bits: float) -> str:
+    """The form of weights that take so many bits each, scales included."""
+    forms = (("int4", 5), ("int5", 6), ("int6", 7), ("int8", 10), ("bfloat16", 20))
+    return next((form for form, most in forms if bits < most), "float32")

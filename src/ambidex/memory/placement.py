@@ -3,7 +3,8 @@
 A weight stays on the accelerator (``RESIDENT``), or it is kept in host memory and copied ahead of
 use (``STREAM``), multiplied with by the CPU (``HOST``), or both, row by row (``SPLIT``). What the
 user asked for decides; else what fits does, and then as little as possible leaves. Which weights
-leave first is in ``weight_places.py``.
+leave first is in ``weight_places.py``; of the modes that fit ``auto`` takes the one that the cost
+model finds fastest over a mix of steps (``judge.py``).
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from dataclasses import dataclass, replace
 
 from ambidex.config import OffloadConfig
 from ambidex.errors import OptionError, OutOfMemory
+from ambidex.memory.judge import Judge, Mix
 from ambidex.memory.ledger import format_bytes
+from ambidex.memory.model_shape import ModelShape
+from ambidex.memory.profile import HardwareProfile
+from ambidex.memory.split import SplitTable
 from ambidex.memory.weight_places import (
     ROW_UNIT,
     Draft,
     Drafts,
     ModuleSize,
     Placement,
-    Rates,
     WeightKind,
     WeightPlace,
+    rank,
 )
 
 __all__ = [
@@ -32,7 +37,6 @@ __all__ = [
     "ModuleSize",
     "Placement",
     "PlacementPlan",
-    "Rates",
     "WeightKind",
     "WeightPlace",
     "describe",
@@ -66,6 +70,8 @@ class PlacementPlan:
     ring_layers: int
     ring_layer_bytes: int
     device_budget_bytes: int
+    #: By rows of a product, what of the host's rows is copied; None: no weight is SPLIT.
+    split_table: SplitTable | None = None
     #: Sentences for the start-up text.
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -96,20 +102,24 @@ class PlacementPlan:
 
 
 def plan_placement(
-    modules: Sequence[ModuleSize],
+    shape: ModelShape,
     device_budget_bytes: int,
     host_budget_bytes: int,
     offload: OffloadConfig,
-    rates: Rates,
+    profile: HardwareProfile,
+    mix: Mix | None = None,
 ) -> PlacementPlan:
-    """The place of every weight of ``modules``, in the order in which a step uses them.
+    """The place of every weight of ``shape``, in the order in which a step uses them.
 
     ``device_budget_bytes`` are for weights and the ring together, ``host_budget_bytes`` for
-    what leaves the device. Raises :class:`OutOfMemory` where the weights do not fit, and
+    what leaves the device; ``profile`` has an accelerator, and ``mix`` is what modes are compared
+    at. Raises :class:`OutOfMemory` where the weights do not fit, and
     :class:`OptionError` where what was asked for cannot be done; a change that either suggests
     has been planned, and fits.
     """
-    return _Planner(modules, device_budget_bytes, host_budget_bytes, offload, rates).plan()
+    judge = Judge(shape, profile, offload, mix or Mix())
+    modules = shape.modules
+    return _Planner(modules, device_budget_bytes, host_budget_bytes, offload, judge).plan()
 
 
 def describe(plan: PlacementPlan) -> list[str]:
@@ -137,6 +147,18 @@ def describe(plan: PlacementPlan) -> list[str]:
     return lines
 
 
+_HOW = {
+    "compute": "The CPU multiplies with what is on the host",
+    "stream": "What is on the host is streamed",
+    "split": "The CPU multiplies with some rows of what is on the host, and others are streamed",
+}
+
+
+def _times(seconds: Iterable[float]) -> str:
+    *first, last = (f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.3g} ms" for s in seconds)
+    return f"{', '.join(first)} and {last}"
+
+
 def _ring(plan: PlacementPlan | Draft) -> str:
     layers = "1 layer" if plan.ring_layers == 1 else f"{plan.ring_layers} layers"
     return f"a ring of {layers} of {format_bytes(plan.ring_layer_bytes)}"
@@ -151,33 +173,34 @@ class _Planner(Drafts):
         device_budget: int,
         host_budget: int,
         offload: OffloadConfig,
-        rates: Rates,
+        judge: Judge,
     ) -> None:
-        super().__init__(modules, device_budget, offload, rates)
+        super().__init__(modules, device_budget, offload, judge.computes)
         self.host_budget = host_budget
+        self.judge = judge
 
     def _fits(self, draft: Draft) -> bool:
         return draft.device_used <= self.device_budget and draft.host_bytes <= self.host_budget
 
     def _best(self, drafts: Iterable[Draft | None]) -> Draft | None:
-        """Of drafts that fit the device, the better ones first: the first that fits the host too,
-        or the one that takes least of it."""
+        """Of drafts that fit the device: the fastest one that fits the host too, the first of
+        equals, or the one that takes least of it."""
         found = [draft for draft in drafts if draft and draft.device_used <= self.device_budget]
-        least = min(found, key=lambda draft: draft.host_bytes, default=None)
-        return next((draft for draft in found if self._fits(draft)), least)
+        fitting = [draft for draft in found if self._fits(draft)]
+        if len(fitting) > 1:
+            return min(fitting, key=self.judge.cost)
+        return fitting[0] if fitting else min(found, key=lambda d: d.host_bytes, default=None)
 
     def _least_of_any(self) -> Draft | None:
-        """The least offload, in the best mode."""
+        """The least offload of each mode: the best of them."""
         return self._best(self.least(mode) for mode in self._modes)
 
     def _works(self) -> bool:
         """Whether there is a plan where no size is asked for."""
-        if self.offload.patterns:
-            # Patterns alone take all that they name.
-            found = self._best(self.draft(mode, self.most) for mode in self._modes)
-        else:
-            found = self._least_of_any()
-        return found is not None and self._fits(found)
+        # Patterns alone take all that they name.
+        all_of_it = bool(self.offload.patterns)
+        drafts = (self.draft(m, self.most) if all_of_it else self.least(m) for m in self._modes)
+        return any(draft is not None and self._fits(draft) for draft in drafts)
 
     def plan(self) -> PlacementPlan:
         asked, patterns = self.offload.cpu_offload_bytes, self.offload.patterns
@@ -223,6 +246,7 @@ class _Planner(Drafts):
             ring_layers=draft.ring_layers,
             ring_layer_bytes=draft.ring_layer_bytes,
             device_budget_bytes=self.device_budget,
+            split_table=self._table(draft),
             notes=tuple(notes),
         )
         if plan.cpu_share > LARGE_HOST_SHARE:
@@ -294,31 +318,43 @@ class _Planner(Drafts):
                 "to spare. It is done all the same, and makes each step slower; leave it out."
             )
 
+    def _table(self, draft: Draft) -> SplitTable | None:
+        is_split = any(p.placement is Placement.SPLIT for p in draft.places.values())
+        return self.judge.table(draft) if is_split else None
+
     def _reasons(self, draft: Draft) -> Iterator[str]:
         """Why ``auto`` chose what it did."""
         if self.offload.mode != "auto" or not draft.host_bytes:
             return
-        host, link = (f"{x / 1e9:.1f} GB/s" for x in (self.rates.host_bytes_per_s, self._link_rate))
-        if self._computes:
+        asked = self.offload.cpu_offload_bytes
+        wanted = self.most if self.offload.patterns and asked is None else asked
+        others = [
+            self.draft(mode, min(wanted, self.most)) if wanted else self.least(mode)
+            for mode in self._modes
+            if mode != draft.mode
+        ]
+        if all(other is not None and other.places == draft.places for other in others):
             yield (
-                f"The CPU multiplies with what is on the host: it reads {host} there, and the "
-                f"link carries {link}."
+                "What is on the host is computed there, not streamed: of experts and of tables "
+                "that are looked up a step uses little."
             )
-        elif draft.mode == "compute":
-            yield (
-                "The CPU multiplies with what is on the host: there is no room for the ring on the "
-                "accelerator that streaming needs."
-            )
-        elif not draft.streamed_bytes:
-            yield (
-                "What is on the host is not streamed: of experts and of tables that are looked up "
-                "a step uses little."
-            )
-        else:
-            yield (
-                f"What is on the host is streamed: the link carries {link}, and the CPU reads "
-                f"{host} there."
-            )
+            return
+        host, link = (
+            f"{rate / 1e9:.1f} GB/s"
+            for rate in (self.judge.host_bytes_per_s, self.judge.link_bytes_per_s)
+        )
+        mix = self.judge.mix
+        text = (
+            f"{_HOW[draft.mode]}: the CPU reads {host} there, and the link carries {link}. A token "
+            f"of 1 request, of {mix.num_seqs}, and {mix.chunk_tokens} tokens of a prompt are "
+            f"expected to take {_times(self.judge.seconds(draft))}"
+        )
+        fitting = [other for other in others if other is not None and self._fits(other)]
+        for other in fitting:
+            text += f"; in mode {other.mode} {_times(self.judge.seconds(other))}"
+        yield f"{text}."
+        if not any(d.ring_layers for d in (draft, *fitting)):
+            yield "There is no room for the ring on the accelerator that streaming needs."
 
     # --- what to say where it does not fit ---------------------------------------------------
 
@@ -360,8 +396,10 @@ class _Planner(Drafts):
         )
 
     def _too_small(self) -> str:
+        # Nothing takes less of the device than the mode that needs no ring.
+        modes = ["compute"] if "compute" in self._modes else self._modes
         mode, need = min(
-            ((mode, self._least_device(mode)) for mode in self._modes),
+            ((mode, self._least_device(mode)) for mode in modes),
             key=lambda found: found[1].device_used,
         )
         staging = f" and {_ring(need)}" if need.ring_layers else ""
@@ -373,10 +411,15 @@ class _Planner(Drafts):
 
     def _least_device(self, mode: str) -> Draft:
         """The draft that takes least of the device."""
+        if mode == "compute":
+            # Each weight that leaves frees what it takes.
+            return self.draft(mode, self.most)
         units: list[list[ModuleSize]] = self.units
         if mode == "split":
             # What is shared out leaves together, and the bytes in use change evenly meanwhile.
-            groups = itertools.groupby(units, lambda unit: self._placement(mode, unit[0]))
+            groups = itertools.groupby(
+                units, lambda unit: (self._placement(mode, unit[0]), rank(unit[0]))
+            )
             units = [list(itertools.chain.from_iterable(group)) for _, group in groups]
         sizes = (sum(module.num_bytes for module in unit) for unit in units)
         steps = [0, *itertools.accumulate(sizes)]
@@ -414,7 +457,7 @@ class _Planner(Drafts):
 
     def _with(self, **changes: object) -> _Planner:
         offload = replace(self.offload, **changes)  # type: ignore[arg-type]
-        return _Planner(self.modules, self.device_budget, self.host_budget, offload, self.rates)
+        return _Planner(self.modules, self.device_budget, self.host_budget, offload, self.judge)
 
     def _suggest_least(self) -> str | None:
         """The smallest size that works, as an option."""

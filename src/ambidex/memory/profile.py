@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ambidex.memory.cost_model import LinkRate
+from ambidex.memory.rates import LinkRate
 
 #: Forms of weights that a processor may have rates of its own for, the widest first. ``intN`` are
 #: those of N bits with scales, whatever file they came from; the host multiplies them with
@@ -93,6 +93,14 @@ class Processor:
     reads_by_threads: tuple[tuple[int, float], ...] = ()
     #: A fixed cost of each token of a prompt, in seconds.
     prompt_token_s: float = 0.0
+    #: What its memory gives to everyone together, copies over the link included; 0: no more than
+    #: the processor alone reads.
+    shared_bytes_per_s: float = 0.0
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        """Of its memory, for everyone together."""
+        return max(self.shared_bytes_per_s, self.bytes_per_s)
 
     def product(self, form: str) -> ProductRate:
         """The rate for weights of ``form``."""
@@ -137,3 +145,5 @@ class HardwareProfile:
     origin: str = "table"
     #: Where the numbers are from: a line each.
     sources: tuple[str, ...] = field(default=())
+    #: Of a number of activations where it crosses the link.
+    activation_bytes: int = 4

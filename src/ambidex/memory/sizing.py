@@ -40,6 +40,13 @@ class KVSize:
     note: str = ""
 
 
+def find_length_limit(config: CheckpointConfig) -> int | None:
+    """:func:`model_length_limit`; None where the configuration does not say."""
+    if config.get("max_position_embeddings") is None:
+        return None
+    return model_length_limit(config)
+
+
 def model_length_limit(config: CheckpointConfig) -> int:
     """The longest context that the model's configuration allows, rope scaling included."""
     limit = _positive(config, "max_position_embeddings", config.require("max_position_embeddings"))
@@ -68,8 +75,17 @@ def resolve_max_model_len(
     asked: int | None, config: CheckpointConfig, cap: int | None = None
 ) -> int:
     """The context that was asked for, which may not exceed the model's limit (OptionError); or
-    that limit, but no more than ``cap``."""
-    limit = model_length_limit(config)
+    that limit, but no more than ``cap``. A limit that is missing takes nothing but what was asked
+    for (InvalidModelError)."""
+    limit = find_length_limit(config)
+    if limit is None:
+        if asked is None:
+            raise InvalidModelError(
+                f"{config.source} lacks the field 'max_position_embeddings', so nothing says how "
+                "long a context may be. Give --max-model-len, or the field with --hf-overrides "
+                "'{\"max_position_embeddings\": ...}'."
+            )
+        return asked
     if asked is None:
         return limit if cap is None else min(limit, cap)
     if asked > limit:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from ambidex.memory.weight_places import ROW_UNIT, Rates
+from dataclasses import dataclass
+
+from ambidex.memory.weight_places import ROW_UNIT
 
 
-def streamed_rows(
-    num_tokens: int, num_rows: int, row_bytes: float, row_flops: float, rates: Rates
-) -> int:
-    """Of ``num_rows`` rows in the host's memory, those that are copied to the accelerator for a
-    product with ``num_tokens`` rows; a multiple of 64, or all.
+@dataclass(frozen=True, slots=True)
+class SplitTable:
+    """The share of the host's rows that is copied to the accelerator, by the rows of a product
+    (tokens): pairs, ascending. Made at load; a step only looks it up."""
 
-    While the host is held up by its own memory it computes all of them: copies would come out of
-    the same memory. Beyond, both take as long as each other.
-    """
-    read_s = row_bytes / rates.host_bytes_per_s
-    compute_s = num_tokens * row_flops / rates.host_flops
-    if compute_s <= read_s:
-        return 0
-    copy_s = row_bytes / rates.link_bytes_per_s
-    streamed = num_rows * compute_s / (compute_s + copy_s)
-    return min(int(streamed / ROW_UNIT + 0.5) * ROW_UNIT, num_rows)
+    points: tuple[tuple[int, float], ...]
+
+    def share(self, num_tokens: int) -> float:
+        """Between two points it changes evenly, so that it is never more than at either."""
+        low = self.points[0]
+        for high in self.points:
+            if num_tokens <= high[0]:
+                if high[0] == low[0]:
+                    return high[1]
+                part = (num_tokens - low[0]) / (high[0] - low[0])
+                return low[1] + part * (high[1] - low[1])
+            low = high
+        return low[1]
+
+
+def streamed_rows(share: float, num_rows: int) -> int:
+    """Of ``num_rows`` rows of the host, those that are copied: a multiple of 64, or all."""
+    if share >= 1.0:
+        return num_rows
+    return min(int(share * num_rows / ROW_UNIT + 0.5) * ROW_UNIT, num_rows)

@@ -3,16 +3,17 @@
 What leaves first: experts, since each token needs few of them; tables that are only looked up,
 since a step reads few of their rows; then the layers from the last upward; at last the head, which
 is large and would need a large ring. Experts of one layer go together: one kernel call uses them
-all. ``split`` shares evenly among all matrices instead, so that both sides have work in
-every product.
+all. ``split`` shares evenly among the matrices of all layers instead, so that both sides have work
+in every product.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from ambidex.config import OffloadConfig
 from ambidex.errors import OptionError
@@ -78,17 +79,6 @@ class WeightPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What the machine does in a second, as far as placement depends on it."""
-
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    host_flops: float
-    device_bytes_per_s: float
-    device_flops: float
-
-
-@dataclass(frozen=True, slots=True)
 class Draft:
     """Places, and what they take."""
 
@@ -115,15 +105,18 @@ class Drafts:
         modules: Sequence[ModuleSize],
         device_budget: int,
         offload: OffloadConfig,
-        rates: Rates,
+        computes: Callable[[str], bool],
     ) -> None:
+        """``computes(path)``: whether a weight that has one place and is not resident is better
+        computed on the host than streamed."""
         assert len({module.path for module in modules}) == len(modules), "a path stands once"
         assert all(module.num_bytes > 0 and module.rows > 0 for module in modules), "none is empty"
         self.modules = modules
         self.device_budget = device_budget
         self.offload = offload
-        self.rates = rates
+        self.computes = computes
         self.total = sum(module.num_bytes for module in modules)
+        self._least: dict[str, Draft | None] = {}
         self.units = self._units(self._eligible())
         self.most = sum(module.num_bytes for unit in self.units for module in unit)
 
@@ -163,26 +156,16 @@ class Drafts:
         for module in reversed(eligible):
             key = _parent(module.path) if module.is_expert else module.path
             units.setdefault(key, []).append(module)
-        return sorted(units.values(), key=lambda unit: _rank(unit[0]))
+        return sorted(units.values(), key=lambda unit: rank(unit[0]))
 
     # --- drafts ------------------------------------------------------------------------------
 
     @property
-    def _computes(self) -> bool:
-        """Whether a decode reads a weight faster on the host than it crosses the link."""
-        return self.rates.host_bytes_per_s > self._link_rate
-
-    @property
-    def _link_rate(self) -> float:
-        limit = self.offload.link_limit_bytes_per_s
-        return min(self.rates.link_bytes_per_s, limit or self.rates.link_bytes_per_s)
-
-    @property
     def _modes(self) -> list[str]:
-        """The mode, or those to try, the better one first."""
+        """The mode, or those to try, the simple ones first."""
         if self.offload.mode != "auto":
             return [self.offload.mode]
-        return ["compute"] if self._computes else ["stream", "compute"]
+        return ["compute", "stream", "split"]
 
     def _placement(self, mode: str, module: ModuleSize) -> Placement:
         if module.kind is WeightKind.TABLE:
@@ -194,7 +177,7 @@ class Drafts:
         if mode == "split":
             if module.kind is WeightKind.MATRIX:
                 return Placement.SPLIT
-            return Placement.HOST if self._computes else Placement.STREAM
+            return Placement.HOST if self.computes(module.path) else Placement.STREAM
         return Placement.STREAM if mode == "stream" else Placement.HOST
 
     def draft(self, mode: str, wanted: int) -> Draft:
@@ -202,15 +185,19 @@ class Drafts:
         gone: dict[str, WeightPlace] = {}
         left = wanted
         shared = [u[0] for u in self.units if self._placement(mode, u[0]) is Placement.SPLIT]
+        # Layers share evenly, and the head only leaves after them.
+        groups = [list(group) for _, group in groupby(shared, rank)]
+        firsts = {group[0].path: group for group in groups}
         for unit in self.units:
             if left <= 0:
                 break
             if unit[0].path in gone:
                 continue
-            if shared and unit[0] is shared[0]:
-                places = _share_out(shared, left)
+            if unit[0].path in firsts:
+                group = firsts[unit[0].path]
+                places = _share_out(group, left)
                 gone |= places
-                left -= sum(_host_bytes(m, places[m.path]) for m in shared)
+                left -= sum(_host_bytes(m, places[m.path]) for m in group)
                 continue
             for module in unit:
                 gone[module.path] = WeightPlace(self._placement(mode, module), 0)
@@ -247,6 +234,11 @@ class Drafts:
 
     def least(self, mode: str) -> Draft | None:
         """The draft with the fewest bytes on the host that fits the device; None: there is none."""
+        if mode not in self._least:
+            self._least[mode] = self._find_least(mode)
+        return self._least[mode]
+
+    def _find_least(self, mode: str) -> Draft | None:
         wanted = max(self.total - self.device_budget, 0)
         while wanted <= self.most:
             draft = self.draft(mode, wanted)
@@ -274,7 +266,7 @@ def _parent(path: str) -> str:
     return path.removesuffix(".weight").rpartition(".")[0]
 
 
-def _rank(module: ModuleSize) -> int:
+def rank(module: ModuleSize) -> int:
     """What leaves first; see the module's text."""
     if module.is_expert:
         return 0

@@ -5,10 +5,9 @@ Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); Grattafiori et al. 2024 (arX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
+from ambidex import checkpoint_names
 from ambidex.config import CheckpointConfig
 from ambidex.layers.attention import Attention
 from ambidex.layers.batch import Batch
@@ -18,22 +17,7 @@ from ambidex.layers.mlp import GatedMLP
 from ambidex.layers.module import BuildContext, Module
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.rope import Rope, make_rope
-
-NAMES = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.layers.{i}.input_layernorm.weight": "layers.{i}.attention_norm.weight",
-    "model.layers.{i}.self_attn.q_proj.{w}": "layers.{i}.attention.qkv.{w}:q",
-    "model.layers.{i}.self_attn.k_proj.{w}": "layers.{i}.attention.qkv.{w}:k",
-    "model.layers.{i}.self_attn.v_proj.{w}": "layers.{i}.attention.qkv.{w}:v",
-    "model.layers.{i}.self_attn.o_proj.{w}": "layers.{i}.attention.output.{w}",
-    "model.layers.{i}.self_attn.rotary_emb.inv_freq": None,
-    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm.weight",
-    "model.layers.{i}.mlp.gate_proj.{w}": "layers.{i}.mlp.gate_up.{w}:gate",
-    "model.layers.{i}.mlp.up_proj.{w}": "layers.{i}.mlp.gate_up.{w}:up",
-    "model.layers.{i}.mlp.down_proj.{w}": "layers.{i}.mlp.down.{w}",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-}
+from ambidex.memory.architectures import head_size
 
 
 class LlamaAttention(Module):
@@ -57,7 +41,7 @@ class LlamaAttention(Module):
         hidden = config.require("hidden_size")
         heads = config.require("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", heads)
-        self.head_dim = head_dim = config.get("head_dim", hidden // heads)
+        self.head_dim = head_dim = head_size(config)
         self.sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         output_bias = config.get("attention_bias", False)
         self.qkv = Linear(
@@ -111,7 +95,7 @@ class Llama(Module):
     Its relatives replace ``make_attention``, ``make_mlp`` or ``make_rope``.
     """
 
-    names: Mapping[str, str | None] = NAMES
+    names = checkpoint_names.LLAMA
 
     def __init__(self, context: BuildContext, config: CheckpointConfig) -> None:
         hidden = config.require("hidden_size")
@@ -132,8 +116,7 @@ class Llama(Module):
         self.head = LMHead(context, vocab, hidden, tied_to=tied)
 
     def make_rope(self, context: BuildContext, config: CheckpointConfig) -> Rope:
-        hidden, heads = config.require("hidden_size"), config.require("num_attention_heads")
-        return make_rope(context, config, config.get("head_dim", hidden // heads))
+        return make_rope(context, config, head_size(config))
 
     def make_attention(
         self, context: BuildContext, config: CheckpointConfig, layer: int, rope: Rope

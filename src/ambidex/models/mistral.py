@@ -8,6 +8,7 @@ from __future__ import annotations
 from ambidex.config import CheckpointConfig
 from ambidex.layers.module import BuildContext, Module
 from ambidex.layers.rope import Rope
+from ambidex.memory.architectures import mistral_window
 from ambidex.models.llama import Llama, LlamaAttention
 
 
@@ -17,8 +18,7 @@ class Mistral(Llama):
     def make_attention(
         self, context: BuildContext, config: CheckpointConfig, layer: int, rope: Rope
     ) -> Module:
-        # The first release's files may leave the window out; null was written by later ones.
-        window = config.values.get("sliding_window", 4096)
+        window = mistral_window(config, layer)
         return LlamaAttention(context, config, layer, rope, window=window)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ambidex import checkpoint_names
 from ambidex.config import CheckpointConfig
 from ambidex.layers.attention import Attention
 from ambidex.layers.batch import Batch
@@ -15,27 +16,7 @@ from ambidex.layers.linear import Linear
 from ambidex.layers.mlp import MLP
 from ambidex.layers.module import BuildContext, Module
 from ambidex.layers.norm import LayerNorm
-
-_LAYER = "model.decoder.layers.{i}."
-NAMES = {
-    "model.decoder.embed_tokens.weight": "embedding.weight",
-    "model.decoder.embed_positions.weight": "positions.weight",
-    "model.decoder.project_in.weight": "project_in.weight",
-    "model.decoder.project_out.weight": "project_out.weight",
-    "model.decoder.final_layer_norm.{w}": "norm.{w}",
-    _LAYER + "self_attn.q_proj.{w}": "layers.{i}.qkv.{w}:q",
-    _LAYER + "self_attn.k_proj.{w}": "layers.{i}.qkv.{w}:k",
-    _LAYER + "self_attn.v_proj.{w}": "layers.{i}.qkv.{w}:v",
-    _LAYER + "self_attn.out_proj.{w}": "layers.{i}.output.{w}",
-    _LAYER + "self_attn_layer_norm.{w}": "layers.{i}.attention_norm.{w}",
-    _LAYER + "fc1.{w}": "layers.{i}.mlp.up.{w}",
-    _LAYER + "fc2.{w}": "layers.{i}.mlp.down.{w}",
-    _LAYER + "final_layer_norm.{w}": "layers.{i}.mlp_norm.{w}",
-    "lm_head.weight": "head.weight",
-}
-
-# Rows of the position table that stand before position 0.
-_POSITION_OFFSET = 2
+from ambidex.memory.architectures import OPT_POSITION_OFFSET
 
 
 class OPTBlock(Module):
@@ -75,7 +56,7 @@ class OPTBlock(Module):
 class OPT(Module):
     """Words may be narrower than the layers (``word_embed_proj_dim``): projections join them."""
 
-    names = NAMES
+    names = checkpoint_names.OPT
 
     def __init__(self, context: BuildContext, config: CheckpointConfig) -> None:
         hidden, vocab = config.require("hidden_size"), config.require("vocab_size")
@@ -83,7 +64,7 @@ class OPT(Module):
         positions = config.require("max_position_embeddings")
         self.embedding = Embedding(context, vocab, width)
         self._kernels = context.kernels
-        self.positions = LearnedPositions(context, positions, hidden, skip=_POSITION_OFFSET)
+        self.positions = LearnedPositions(context, positions, hidden, skip=OPT_POSITION_OFFSET)
         self.project_in = Linear(context, width, hidden) if width != hidden else None
         self.layers = [
             OPTBlock(context, config, layer) for layer in range(config.require("num_hidden_layers"))

@@ -5,20 +5,16 @@ Abdin et al. 2024 (arXiv 2404.14219).
 
 from __future__ import annotations
 
-from ambidex.config import CheckpointConfig
+from ambidex import checkpoint_names
+from ambidex.config import CheckpointConfig, rope_parameters
 from ambidex.layers.module import BuildContext, Module
-from ambidex.layers.rope import Rope, make_rope, rope_parameters
-from ambidex.models.llama import NAMES as LLAMA_NAMES
+from ambidex.layers.rope import Rope, make_rope
+from ambidex.memory.architectures import head_size, plain_window
 from ambidex.models.llama import Llama, LlamaAttention
-
-NAMES = LLAMA_NAMES | {
-    "model.layers.{i}.self_attn.qkv_proj.weight": "layers.{i}.attention.qkv.weight:*",
-    "model.layers.{i}.mlp.gate_up_proj.weight": "layers.{i}.mlp.gate_up.weight:*",
-}
 
 
 class Phi3(Llama):
-    names = NAMES
+    names = checkpoint_names.PHI3
 
     def make_rope(self, context: BuildContext, config: CheckpointConfig) -> Rope:
         parameters = rope_parameters(config)
@@ -26,14 +22,12 @@ class Phi3(Llama):
         kind = parameters.get("rope_type") or parameters.get("type")
         if kind in ("su", "yarn"):
             parameters["rope_type"] = "longrope"
-        hidden, heads = config.require("hidden_size"), config.require("num_attention_heads")
-        head_dim = config.get("head_dim", hidden // heads)
-        return make_rope(context, config, head_dim, parameters=parameters)
+        return make_rope(context, config, head_size(config), parameters=parameters)
 
     def make_attention(
         self, context: BuildContext, config: CheckpointConfig, layer: int, rope: Rope
     ) -> Module:
-        return LlamaAttention(context, config, layer, rope, window=config.get("sliding_window"))
+        return LlamaAttention(context, config, layer, rope, window=plain_window(config, layer))
 
 
 Model = Phi3

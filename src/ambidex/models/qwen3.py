@@ -9,18 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ambidex import checkpoint_names
 from ambidex.config import CheckpointConfig
 from ambidex.layers.batch import Batch
 from ambidex.layers.module import BuildContext, Module
 from ambidex.layers.norm import RMSNorm
 from ambidex.layers.rope import Rope
-from ambidex.models.llama import NAMES, Llama, LlamaAttention
-from ambidex.models.qwen2 import sliding_window
-
-NORM_NAMES: dict[str, str | None] = {
-    "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.attention.q_norm.weight",
-    "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.attention.k_norm.weight",
-}
+from ambidex.memory.architectures import qwen2_window
+from ambidex.models.llama import Llama, LlamaAttention
 
 
 class NormedAttention(LlamaAttention):
@@ -48,15 +44,12 @@ class NormedAttention(LlamaAttention):
 
 
 class Qwen3(Llama):
-    names = NAMES | NORM_NAMES
-
-    def __init__(self, context: BuildContext, config: CheckpointConfig) -> None:
-        super().__init__(context, config.with_defaults(head_dim=128))
+    names = checkpoint_names.QWEN3
 
     def make_attention(
         self, context: BuildContext, config: CheckpointConfig, layer: int, rope: Rope
     ) -> Module:
-        return NormedAttention(context, config, layer, rope, window=sliding_window(config, layer))
+        return NormedAttention(context, config, layer, rope, window=qwen2_window(config, layer))
 
 
 Model = Qwen3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ambidex.config import CheckpointConfig, config_errors
-from ambidex.errors import UnsupportedModelError
+from ambidex.memory.architectures import model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ MODELS = {
 class CausalLM(Protocol):
     """What the runner asks of a model."""
 
-    #: Checkpoint names to parameters, see ``layers.module.NameTable``.
+    #: Checkpoint names to parameters, see ``checkpoint_names.NameTable``.
     names: Mapping[str, str | None]
     head: Module
 
@@ -42,35 +42,11 @@ class CausalLM(Protocol):
     def named_parameters(self, prefix: str = "") -> list[tuple[str, Parameter]]: ...
 
 
-def model_config(config: CheckpointConfig) -> CheckpointConfig:
-    """The language model's part of ``config`` (of a model that also reads images, only text is
-    served), with what its config.json may leave out. Raises UnsupportedModelError."""
-    module = _find(config)
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        outer = {name: value for name, value in config.values.items() if name != "text_config"}
-        config = CheckpointConfig(outer | inner, config.source)
-    return config.with_defaults(**getattr(module, "DEFAULTS", {}))
-
-
 def build_model(context: BuildContext, config: CheckpointConfig) -> CausalLM:
     """The model of ``config``, without weights. Raises UnsupportedModelError or
     InvalidModelError."""
-    module = _find(config)
+    config = model_config(config)
+    module = importlib.import_module(MODELS[config.require("model_type")])
     with config_errors(config):
-        model: CausalLM = module.Model(context, model_config(config))
+        model: CausalLM = module.Model(context, config)
     return model
-
-
-def _find(config: CheckpointConfig) -> Any:
-    """The module of the model's ``model_type``."""
-    kind = config.get("model_type", "")
-    module = MODELS.get(kind) if isinstance(kind, str) else None
-    if module is None:
-        names = config.get("architectures", [])
-        first = names[0] if isinstance(names, list) and names else "?"
-        raise UnsupportedModelError(
-            f"{config.source}: architecture {first!s:.80} (model_type '{kind!s:.80}') is not "
-            f"supported. Supported model types: {', '.join(sorted(MODELS))}."
-        )
-    return importlib.import_module(module)

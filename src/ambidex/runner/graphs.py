@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from ambidex.weights.placed import PlacedKernels
     from ambidex.weights.streamer import StagedRows
 
-#: Most rows of a captured step: beyond, launching takes little beside computing.
-MAX_ROWS = 16
-
-
-def graph_rows(max_num_seqs: int) -> list[int]:
-    """Numbers of rows that graphs are captured for."""
-    rows = [1]
-    while rows[-1] * 2 <= min(MAX_ROWS, max_num_seqs):
-        rows.append(rows[-1] * 2)
-    return rows
-
 
 @dataclass(slots=True)
 class _Captured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,34 +21,43 @@ except Exception as error:  # A broken installation fails in many ways.
         "--force-reinstall 'torch>=2.11' (the README has the line for a CPU build)."
     ) from error
 
-from ambidex.config import CheckpointConfig, EngineConfig, config_errors
+from ambidex.checkpoint_names import NameTable
+from ambidex.config import EngineConfig, config_errors
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.host_nodes import HostNodes
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.cache import KVCache, kv_cache_bytes
-from ambidex.layers.module import BuildContext, NameTable, submodules
+from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
-from ambidex.memory.expert_cache import MAX_ROWS
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
+from ambidex.memory.operations import StepLoad
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
     GroupSize,
     KVSize,
-    least_kv_bytes,
     resolve_max_model_len,
     size_kv_cache,
 )
+from ambidex.memory.step_memory import (
+    StepSizes,
+    activation_bytes,
+    graph_bytes,
+    graph_rows,
+    room_for_kv,
+)
 from ambidex.models.registry import CausalLM, build_model, model_config
-from ambidex.runner.graphs import GraphReplayer, graph_rows
+from ambidex.runner.compressing import Compressing
+from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
 from ambidex.runner.low_bit import low_bit_source
 from ambidex.runner.model_runner import LOGIT_ROWS, ModelRunner
 from ambidex.runner.placing import (
+    built_shape,
     host_weight_bytes,
     place_parameters,
     plan_places,
@@ -104,6 +113,8 @@ class LoadedLane:
     load_s: float
     #: A line for each of the host's memories, where they are several.
     memory_nodes: list[str]
+    #: Seconds that a step should take; None where nothing is known of this machine's speed.
+    predict: Callable[[StepLoad], float] | None = None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
         """Module -> memory -> bytes of its weights."""
@@ -177,9 +188,12 @@ def _load_on(
     low_bit = low_bit_source(config, checkpoint, hands.host.kernels)
     kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, hands.host)
     model, groups = build(max_model_len)
+    step_sizes = StepSizes.of_config(
+        model_values, [(len(g.layers), g.num_kv_heads, g.head_dim) for g in groups]
+    )
 
     def step_bytes(length: int) -> int:
-        return activation_bytes(model_values, config, groups, length)
+        return activation_bytes(step_sizes, config.scheduler, length)
 
     table = NameTable(model.names)
     planned = planned_bytes(
@@ -193,17 +207,22 @@ def _load_on(
     if accelerator is not None and not config.enforce_eager and config.offload.is_async:
         # Without copies ahead the host waits within a step, and what waits cannot be captured.
         captured_rows = graph_rows(config.scheduler.max_num_seqs)
-    captured_bytes = graph_bytes(model_values, groups, captured_rows)
+    captured_bytes = graph_bytes(step_sizes, captured_rows)
     beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
-    least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    kv_room = room_for_kv(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
+    least_steps = step_bytes(max_model_len if is_length_given else 1)
+    streaming = Compressing(hands, model, config.offload)
+    beside += streaming.staging_bytes
     places = plan_places(
         config,
         hands,
         model,
         table.paths(checkpoint.tensor_names()),
         planned,
-        step_bytes(1) + beside + least_kv,
+        least_steps + beside + kv_room,
         step_bytes(1),
+        built_shape(model, groups, step_sizes, planned),
+        kv_room,
     )
     weights = [
         (ledger, _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1)))
@@ -243,7 +262,7 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
-    place_parameters(model, places.by_path)
+    place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
         hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
@@ -270,6 +289,7 @@ def _load_on(
         if accelerator is not None:
             limits = config.scheduler
             start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
+            streaming.start(model)
     # What loading freed counts as free.
     give_freed_memory_back()
     kv_cache = memory.make_cache(make_cache)
@@ -309,7 +329,8 @@ def _load_on(
     if cache.prefault:
         arena = recorded.arena_tensors() if recorded is not None else []
         memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
-    notes = [*hands.notes, *places.notes, *host_nodes.notes(on_host), *memory.notes]
+    notes = [*hands.notes, *places.notes, *streaming.notes]
+    notes += [*host_nodes.notes(on_host), *memory.notes]
     if size.note:
         notes.append(size.note)
     unknown = [name for name in unused if not name.endswith("lm_head.weight")]
@@ -382,24 +403,6 @@ def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
 
 
-def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Sequence[int]) -> int:
-    """An upper estimate of the results of captured steps with those numbers of rows, in bytes.
-    Each result has memory of its own, on the device and, where it crosses, on the host."""
-    hidden = int(model_values.require("hidden_size"))
-    inner = int(model_values.get("intermediate_size", 4 * hidden))
-    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
-    layers = sum(len(group.layers) for group in groups)
-    heads = int(model_values.require("num_attention_heads"))
-    query = heads * groups[0].head_dim
-    experts = int(model_values.get("num_experts", model_values.get("num_local_experts", 0)) or 0)
-    row = layers * (12 * hidden + 6 * query + 8 * kv_width + 4 * inner + 4 * experts)
-    # Experts' results before they are added up, from both memories.
-    row += layers * 3 * _choices(model_values) * hidden
-    row += 3 * int(model_values.require("vocab_size"))
-    # Each result is rounded up to a piece of memory.
-    return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
-
-
 def _recorded_bytes(
     config: EngineConfig,
     runner: ModelRunner,
@@ -417,30 +420,3 @@ def _recorded_bytes(
         "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
         "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
     }
-
-
-def activation_bytes(
-    model_values: CheckpointConfig,
-    config: EngineConfig,
-    groups: list[KVGroup],
-    max_model_len: int,
-) -> int:
-    """An upper estimate of what a step needs beside weights and KV, in bytes."""
-    rows = config.scheduler.max_num_batched_tokens
-    hidden = int(model_values.require("hidden_size"))
-    inner = int(model_values.get("intermediate_size", 4 * hidden))
-    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
-    vocab = int(model_values.require("vocab_size"))
-    layer = rows * (8 * hidden + 4 * inner + 4 * kv_width)
-    # Logits, and about three temporaries of the sampler.
-    logits = 4 * vocab * max(config.scheduler.max_num_seqs, 128)
-    # Keys and values of one layer as gathered, narrow and widened.
-    gathered = 4 * kv_width * max(max_model_len, 1 << 15)
-    shared = 3 * _choices(model_values) * hidden * min(rows, MAX_ROWS)
-    return 4 * (layer + logits + gathered + shared)
-
-
-def _choices(model_values: CheckpointConfig) -> int:
-    """Experts that a token chooses."""
-    has_experts = model_values.get("num_experts", model_values.get("num_local_experts", 0))
-    return int(model_values.get("num_experts_per_tok", 2)) if has_experts else 0

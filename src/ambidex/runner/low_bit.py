@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ambidex.errors import OptionError
 from ambidex.kernels.quantized import Quantized
 from ambidex.quant.forms import ON_LOAD_FORMS
 from ambidex.quant.on_load import quantise
 from ambidex.weights.hub import cache_dir
-from ambidex.weights.quantization import resolve_quantization
+from ambidex.weights.quantization import low_bit_kind
 from ambidex.weights.quantization_cache import QuantizationCache
 
 if TYPE_CHECKING:
@@ -70,18 +69,11 @@ def low_bit_source(
 
     Raises OptionError where options contradict each other or the files.
     """
-    kind = resolve_quantization(config.model.quantization, checkpoint)
+    kind = low_bit_kind(config.model, checkpoint)
     if kind in ON_LOAD_FORMS:
-        if config.model.dtype != "auto":
-            raise OptionError(
-                f"--quantization {kind} and --dtype {config.model.dtype} exclude each other: "
-                "leave out one."
-            )
         cache = None
         if config.quantization_cache:
             folder = cache_dir() / "quantized"
             cache = QuantizationCache(folder, checkpoint.files, kind)
         return QuantisedOnLoad(checkpoint, kind, cache)
-    if kind is not None and config.model.dtype == "auto":
-        return FileForms(checkpoint, kernels)
-    return None
+    return None if kind is None else FileForms(checkpoint, kernels)

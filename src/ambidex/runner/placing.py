@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from ambidex.errors import OutOfMemory
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
 from ambidex.layers.moe import MoE
 from ambidex.memory.expert_cache import expert_capacities
+from ambidex.memory.judge import typical_mix
+from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape, form_of
 from ambidex.memory.placement import (
-    ModuleSize,
     Placement,
-    PlacementPlan,
-    Rates,
     WeightKind,
     WeightPlace,
     describe,
     plan_placement,
 )
-from ambidex.memory.split import streamed_rows
+from ambidex.memory.planner import CACHE_DIVISOR, plan_with_cache
+from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.split import SplitTable, streamed_rows
 from ambidex.weights.expert_slots import ExpertSlots, HostExperts
-from ambidex.weights.placed import Ordered, PlacedWeight, ring_bytes
+from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes
 from ambidex.weights.streamer import Streamer
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig, OffloadConfig
+    from ambidex.device.base import Accelerator
+    from ambidex.kv.block import KVGroup
+    from ambidex.memory.rates import ComputeRate, LinkRate
+    from ambidex.memory.step_memory import StepSizes
     from ambidex.models.registry import CausalLM
     from ambidex.runner.hands import Hands
 
 logger = logging.getLogger(__name__)
-
-#: This part of the accelerator's memory is for copies of experts, where some are on the host.
-CACHE_DIVISOR = 10
 
 
 def placed_weights(model: CausalLM) -> list[Ordered]:
@@ -125,6 +125,79 @@ def is_on_host(weight: object) -> bool:
     return isinstance(weight, PlacedWeight) and weight.resident is None
 
 
+def accelerated_profile(accelerator: Accelerator, num_threads: int) -> HardwareProfile:
+    """The machine as an accelerator's own rates have it. Its clock lets copies and whoever reads
+    the same memory go on side by side, each at its full rate."""
+    rate, host_rate = accelerator.rate, accelerator.host_rate(num_threads)
+    link = accelerator.link
+    return HardwareProfile(
+        name=accelerator.name,
+        host=_processor("host", host_rate, link, num_threads),
+        device=_processor(accelerator.name, rate, link),
+        link=link,
+        link_back=link,
+        sync_s=link.latency_s,
+        origin="measured",
+    )
+
+
+def _processor(name: str, rate: ComputeRate, link: LinkRate, num_threads: int = 0) -> Processor:
+    return Processor(
+        name,
+        0,
+        rate.bytes_per_s,
+        {"float32": ProductRate(((1, rate.flops),))},
+        launch_s=rate.launch_s,
+        num_threads=num_threads,
+        shared_bytes_per_s=rate.bytes_per_s + link.bytes_per_s,
+    )
+
+
+def built_shape(
+    model: CausalLM, groups: Sequence[KVGroup], sizes: StepSizes, num_bytes: Mapping[str, int]
+) -> ModelShape:
+    """The sizes of a model that was built; ``num_bytes``: of its parameters as they will be held,
+    by path."""
+    weights = []
+    for path, parameter in model.named_parameters():
+        rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
+        kind = _kind(parameter)
+        is_expert = kind is WeightKind.EXPERTS
+        num_experts = max(sizes.num_experts, 1) if is_expert else 1
+        weights.append(
+            WeightShape(
+                path=path,
+                rows=rows // num_experts,
+                columns=columns,
+                kind=kind,
+                form=form_of(8 * num_bytes[path] / (rows * columns)),
+                num_bytes=num_bytes[path],
+                num_experts=num_experts,
+                num_chosen=sizes.num_chosen if is_expert else 1,
+                is_paired=kind is WeightKind.MATRIX and _num_rows(parameter) < rows,
+            )
+        )
+    kv = tuple(
+        KVShape(len(g.layers), g.num_kv_heads, g.head_dim, g.bytes_per_token, g.window)
+        for g in groups
+    )
+    return ModelShape(
+        name="",
+        model_type="",
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        vocab_size=sizes.vocab,
+        num_heads=sizes.query // groups[0].head_dim,
+        head_dim=groups[0].head_dim,
+        weights=tuple(weights),
+        kv=kv,
+        max_positions=None,
+        num_experts=sizes.num_experts,
+        num_chosen=sizes.num_chosen,
+    )
+
+
 @dataclass(slots=True)
 class Places:
     """``by_path``: of the parameters that are not all on the accelerator. ``num_bytes``: planned
@@ -146,39 +219,38 @@ def plan_places(
     sizes: Mapping[str, int],
     other_bytes: int,
     host_other_bytes: int,
+    shape: ModelShape,
+    kv_room: int,
 ) -> Places:
     """Decide where weights go. ``names``: of the checkpoint, by path; ``sizes``: bytes by path;
     ``other_bytes``: what the lane's own memory needs beside weights and staging, and
-    ``host_other_bytes`` the host's. Raises OutOfMemory and OptionError."""
+    ``host_other_bytes`` the host's; ``shape``: of the same model (see :func:`built_shape`);
+    ``kv_room``: for the KV cache. Raises OutOfMemory and OptionError."""
     host, total = hands.host.ledger, sum(sizes.values())
     accelerator = hands.accelerator
     if accelerator is None:
         return Places({}, {host.name: total}, 0, [])
-    rate, host_rate = accelerator.rate, accelerator.host_rate(hands.host.num_threads)
-    rates = Rates(
-        link_bytes_per_s=accelerator.link.bytes_per_s,
-        host_bytes_per_s=host_rate.bytes_per_s,
-        host_flops=host_rate.flops,
-        device_bytes_per_s=rate.bytes_per_s,
-        device_flops=rate.flops,
+    shape = replace(
+        shape,
+        weights=tuple(replace(w, names=tuple(names[w.path])) for w in shape.weights),
     )
-    parameters = dict(model.named_parameters())
-    modules = [
-        ModuleSize(path, sizes[path], _num_rows(parameter), _kind(parameter), tuple(names[path]))
-        for path, parameter in parameters.items()
-    ]
+    profile = accelerated_profile(accelerator, hands.host.num_threads)
+    mix = typical_mix(shape, config.scheduler, kv_room)
     budget = max(accelerator.ledger.free_bytes - other_bytes, 0)
     host_budget = max(host.free_bytes - host_other_bytes, 0)
     share = accelerator.ledger.capacity_bytes // CACHE_DIVISOR
     plan, cache_bytes = plan_with_cache(
-        modules,
-        lambda num_bytes: plan_placement(modules, num_bytes, host_budget, config.offload, rates),
+        shape.modules,
+        lambda num_bytes: plan_placement(
+            shape, num_bytes, host_budget, config.offload, profile, mix
+        ),
         budget,
         share,
         config.offload.moe_expert_cache,
     )
+    parameters = dict(model.named_parameters())
     places = {
-        path: _place(place, parameters[path], sizes[path], rates)
+        path: _place(place, _num_rows(parameters[path]), plan.split_table)
         for path, place in plan.places.items()
         if place.placement is not Placement.RESIDENT
     }
@@ -186,46 +258,7 @@ def plan_places(
     for line in describe(plan):
         logger.info("%s", line)
     notes = [*plan.notes, *plan.warnings]
-    if config.offload.compress:
-        notes.append(
-            "--offload-compress has no effect yet: streamed weights cross the link as they are."
-        )
     return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
-
-
-def plan_with_cache(
-    modules: Sequence[ModuleSize],
-    plan_within: Callable[[int], PlacementPlan],
-    budget: int,
-    share: int,
-    mode: str,
-) -> tuple[PlacementPlan, int]:
-    """A plan for ``budget`` bytes, and what of them is for copies of the host's experts: up to
-    ``share``.
-
-    Where a plan leaves less, and ``mode`` is auto, more experts leave the accelerator to make room:
-    a cache of those that are used most serves more tokens than experts of some layers. Other
-    weights stay where they are.
-    """
-    plan = plan_within(budget)
-    experts = [module for module in modules if module.is_expert]
-    if mode == "off" or not _host_bytes(plan, experts):
-        return plan, 0
-    if mode == "auto":
-        others = [module.path for module in modules if not module.is_expert]
-        with contextlib.suppress(OutOfMemory):  # What was asked for allows of no less.
-            smaller = plan_within(max(budget - share, 0))
-            if all(smaller.places[path] == plan.places[path] for path in others):
-                plan = smaller
-    left = budget - plan.device_bytes - plan.staging_bytes
-    return plan, min(share, left, _host_bytes(plan, experts))
-
-
-def _host_bytes(plan: PlacementPlan, modules: Sequence[ModuleSize]) -> int:
-    """Of weights that are as a whole in one memory."""
-    places = plan.places
-    on_host = (m for m in modules if places[m.path].placement is not Placement.RESIDENT)
-    return sum(module.num_bytes for module in on_host)
 
 
 def _num_rows(parameter: Parameter) -> int:
@@ -242,18 +275,16 @@ def _kind(parameter: Parameter) -> WeightKind:
     return WeightKind.MATRIX if isinstance(parameter, Matrix) else WeightKind.VECTOR
 
 
-def _place(place: WeightPlace, parameter: Parameter, num_bytes: int, rates: Rates) -> Place:
-    rows = _num_rows(parameter)
+def _place(place: WeightPlace, rows: int, table: SplitTable | None) -> Place:
     if place.placement is Placement.STREAM:
         return Place(0, lambda _: rows)
     if place.placement is Placement.HOST:
         return Place(0, lambda _: 0)
+    assert table is not None
     on_host = rows - place.resident_rows
-    row_bytes = num_bytes / rows
-    row_flops = 2.0 * math.prod(parameter.shape) / rows
     return Place(
         place.resident_rows,
-        lambda num_tokens: streamed_rows(num_tokens, on_host, row_bytes, row_flops, rates),
+        lambda num_tokens: streamed_rows(table.share(num_tokens), on_host),
     )
 
 

@@ -257,8 +257,11 @@ def _listed(files: list[Path]) -> str:
     return ", ".join(file.name for file in files[:4]) + (" ..." if len(files) > 4 else "")
 
 
-def _open_gguf(path: Path, overrides: dict[str, Any]) -> Checkpoint:
-    source = GGUFSource(path)
+def _open_gguf(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
+    return gguf_checkpoint(path, GGUFSource(path), overrides)
+
+
+def gguf_checkpoint(path: Path, source: GGUFSource, overrides: Mapping[str, Any]) -> Checkpoint:
     config = CheckpointConfig(merged(source.config, overrides), str(path))
     return Checkpoint(
         path, "gguf", source, config, source.generation_config, {}, gguf=source.header
@@ -272,26 +275,26 @@ def _open_hf(
     folder: Path,
     overrides: dict[str, Any],
 ) -> Checkpoint:
-    values = read_config(folder, overrides)
-    source: TensorSource = files_source
-    table = values.get("quantization_config")
-    if isinstance(table, Mapping) and table.get("quant_method") in tuple(METHODS):
-        source = QuantizedSource(files_source, table, str(folder / "config.json"))
-    generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
-    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    config = CheckpointConfig(values, str(folder / "config.json"))
-    return Checkpoint(path, format, source, config, generation, files)
-
-
-def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` with overrides; a text model's nested ``text_config`` is brought up."""
-    path = folder / "config.json"
-    if not path.is_file():
+    config_path = folder / "config.json"
+    if not config_path.is_file():
         raise InvalidModelError(
             f"{folder} has no config.json beside its weights. Download it from where the weights "
             "come from."
         )
+    values = read_config(config_path, overrides)
+    source: TensorSource = files_source
+    table = values.get("quantization_config")
+    if isinstance(table, Mapping) and table.get("quant_method") in tuple(METHODS):
+        source = QuantizedSource(files_source, table, str(config_path))
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    config = CheckpointConfig(values, str(config_path))
+    return Checkpoint(path, format, source, config, generation, files)
+
+
+def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with overrides; a text model's nested ``text_config`` is brought up."""
     values = merged(_read_json(path), overrides)
     nested, names = values.get("text_config"), values.get("architectures")
     is_text_only = isinstance(names, list) and any(

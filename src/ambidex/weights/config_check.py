@@ -21,6 +21,8 @@ _MAX_SIZE = 2**31 - 1
 _MAX_HEAD_DIM = 1 << 16
 #: Where the checkpoint does not tell.
 _MAX_EXPERTS = 1 << 12
+_MAX_LAYERS = 1 << 12
+_MAX_EXPERTS_OF_ALL = 1 << 17
 
 _REPAIR = "Repair the file, or give the value with --hf-overrides."
 
@@ -126,15 +128,9 @@ _EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
     """Raise InvalidModelError for a field of a wrong kind or one that contradicts the weights,
     UnsupportedModelError for a way of quantisation that cannot be read. ``config`` is that of the
-    language model (``models.registry.model_config``)."""
-    _check_quantization(config, checkpoint)
-    _check_kinds(config.source, "", config.values, _FIELDS)
-    for name in ("rope_scaling", "rope_parameters"):
-        table = config.get(name, {})
-        _check_rope(config, name, table)
-        for kind in _LAYER_KINDS:
-            if isinstance(table.get(kind), Mapping):
-                _check_rope(config, f"{name}.{kind}", table[kind])
+    language model (``memory.architectures.model_config``)."""
+    _check_quantization(config, (checkpoint.quantization,))
+    _check_values(config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     is_gguf = checkpoint.format == "gguf"
     _check_kinds(
@@ -145,6 +141,36 @@ def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
     )
     _check_heads(config)
     _check_against_tensors(config, checkpoint)
+
+
+def check_bare_config(config: CheckpointConfig) -> None:
+    """The same for a configuration without weights."""
+    _check_quantization(config, tuple(METHODS))
+    _check_values(config)
+    _check_heads(config)
+    layers = config.get("num_hidden_layers", 1)
+    most_experts = min(_MAX_EXPERTS, _MAX_EXPERTS_OF_ALL // min(layers, _MAX_LAYERS))
+    for name, most in (
+        ("num_hidden_layers", _MAX_LAYERS),
+        ("num_experts", most_experts),
+        ("num_local_experts", most_experts),
+    ):
+        asked = config.get(name)
+        if asked is not None and asked > most:
+            raise _wrong(config.source, name, asked, f"must be at most {most}")
+        chosen = config.get("num_experts_per_tok")
+        if "experts" in name and asked and chosen is not None and chosen > asked:
+            raise _wrong(config.source, "num_experts_per_tok", chosen, f"'{name}' is {asked}")
+
+
+def _check_values(config: CheckpointConfig) -> None:
+    _check_kinds(config.source, "", config.values, _FIELDS)
+    for name in ("rope_scaling", "rope_parameters"):
+        table = config.get(name, {})
+        _check_rope(config, name, table)
+        for kind in _LAYER_KINDS:
+            if isinstance(table.get(kind), Mapping):
+                _check_rope(config, f"{name}.{kind}", table[kind])
 
 
 def _check_kinds(
@@ -178,7 +204,8 @@ def _check_rope(config: CheckpointConfig, name: str, table: Mapping[str, Any]) -
         )
 
 
-def _check_quantization(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
+def _check_quantization(config: CheckpointConfig, read: tuple[str | None, ...]) -> None:
+    """``read``: the ways that the files are quantised in."""
     for name in ("quantization_config", "compression_config"):
         table = config.get(name)
         if table is None or table == {}:
@@ -186,7 +213,7 @@ def _check_quantization(config: CheckpointConfig, checkpoint: Checkpoint) -> Non
         if not isinstance(table, Mapping):
             raise _wrong(config.source, name, table, "must be an object")
         method = table.get("quant_method") or table.get("quant_algo") or "unknown"
-        if name == "quantization_config" and checkpoint.quantization == method:
+        if name == "quantization_config" and method in read:
             continue
         raise UnsupportedModelError(
             f"{config.source}: the weights are quantised with the method '{method!s:.40}' "
@@ -207,6 +234,11 @@ def _check_heads(config: CheckpointConfig) -> None:
         raise _wrong(config.source, "num_key_value_heads", kv_heads, problem)
     if heads and hidden and head_dim is None and heads > hidden:
         problem = f"'hidden_size' {hidden} has less than one value for each"
+        raise _wrong(config.source, "num_attention_heads", heads, problem)
+    if heads and hidden and head_dim is None and hidden % heads:
+        problem = (
+            f"does not divide 'hidden_size' {hidden}, and no 'head_dim' says how wide a head is"
+        )
         raise _wrong(config.source, "num_attention_heads", heads, problem)
 
 

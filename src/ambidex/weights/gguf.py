@@ -74,8 +74,11 @@ class GGUFSource:
 
     quantization: str | None = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self.headers = [read_gguf_header(part) for part in split_parts(path)]
+    def __init__(self, path: Path, *, header_only: bool = False) -> None:
+        """``header_only``: to plan with; the files may end behind their headers."""
+        self.headers = [
+            read_gguf_header(part, header_only=header_only) for part in split_parts(path)
+        ]
         self.files = [header.path for header in self.headers]
         #: The first part, which has the metadata.
         self.header = self.headers[0]
@@ -121,6 +124,15 @@ class GGUFSource:
                 f"{self.header.path} holds tensors of types that cannot be dequantised: {listed}. "
                 f"Supported are {', '.join(sorted(DEQUANTISABLE))}."
             )
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the files lack of their tensors; without ``header_only`` always 0."""
+        return sum(
+            max(0, max(info.offset + info.num_bytes for info in infos) - len(header.buffer))
+            for header in self.headers
+            if (infos := header.tensors.values())
+        )
 
     def names(self) -> list[str]:
         return list(self._tensors)

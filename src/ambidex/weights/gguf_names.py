@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.memory.architectures import latent_attention
 from ambidex.weights.headers import DOWNLOAD_AGAIN, GGUFHeader, LazyArray, TensorInfo
 
 #: Names outside the layers, the same for every architecture.
@@ -199,6 +200,9 @@ def shortest_float(value: float) -> float:
 def architecture_of(header: GGUFHeader) -> Architecture:
     """The architecture; :class:`UnsupportedModelError` names those that are supported."""
     name = header.architecture
+    rank = header.metadata.get(f"{name}.attention.kv_lora_rank")
+    if rank is not None:
+        raise UnsupportedModelError(latent_attention(str(header.path), name, rank))
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{header.path} is a GGUF file of architecture '{name}'; supported are "

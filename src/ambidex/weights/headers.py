@@ -333,11 +333,12 @@ class _Cursor:
         return list(struct.unpack_from(form, self.buffer, self.take(struct.calcsize(form))))
 
 
-def read_gguf_header(path: Path | str) -> GGUFHeader:
+def read_gguf_header(path: Path | str, *, header_only: bool = False) -> GGUFHeader:
     """Read metadata and tensor table of a GGUF file (versions 2 and 3, little-endian).
 
-    Raises :class:`InvalidModelError` for a damaged file and :class:`UnsupportedModelError` for
-    tensor types that do not exist here.
+    ``header_only``: the file may end anywhere behind its header. Raises
+    :class:`InvalidModelError` for a damaged file and :class:`UnsupportedModelError` for tensor
+    types that do not exist here.
     """
     path = Path(path)
     buffer = map_file(path, "GGUF", 24)
@@ -375,6 +376,7 @@ def read_gguf_header(path: Path | str) -> GGUFHeader:
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
         raise cursor.fail(f"general.alignment is {alignment!r}, not a positive multiple of 8")
     tensors = _gguf_tensors(cursor, num_tensors, alignment)
+    _check_ranges(str(path), list(tensors.values()), None if header_only else len(buffer))
     return GGUFHeader(path, version, alignment, metadata, tensors, buffer)
 
 
@@ -416,15 +418,14 @@ def _gguf_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
             raise cursor.fail(f"tensor '{name}' comes twice")
         num_bytes = math.prod(shape) // block_size * block_bytes
         tensors[name] = TensorInfo(name, shape, type_name, data_start + offset, num_bytes)
-    _check_ranges(cursor.source, list(tensors.values()), cursor.size)
     return tensors
 
 
-def _check_ranges(source: str, tensors: list[TensorInfo], file_size: int) -> None:
-    """Every tensor lies within the file, and no two share a byte."""
+def _check_ranges(source: str, tensors: list[TensorInfo], file_size: int | None) -> None:
+    """Every tensor lies within the file (unless its size is None), and no two share a byte."""
     tensors.sort(key=lambda info: (info.offset, info.num_bytes))
     end = max((info.offset + info.num_bytes for info in tensors), default=0)
-    if end > file_size:
+    if file_size is not None and end > file_size:
         missing = sum(info.offset + info.num_bytes > file_size for info in tensors)
         raise InvalidModelError(
             f"{source} is truncated: it has {file_size} bytes and needs {end}; {missing} of its "

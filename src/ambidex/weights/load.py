@@ -44,16 +44,39 @@ class LoadableParameter(Protocol):
     def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None: ...
 
 
+class SizedParameter(Protocol):
+    """What planning asks of a parameter."""
+
+    @property
+    def is_matrix(self) -> bool: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def check(self, part: str, shape: tuple[int, ...], name: str, filled: set[str]) -> object: ...
+
+
+class TensorShapes(Protocol):
+    """See ``checkpoint.Checkpoint``."""
+
+    def tensor_names(self) -> list[str]: ...
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]: ...
+
+
 class Names(Protocol):
-    """See ``layers.module.NameTable``."""
+    """See ``checkpoint_names.NameTable``."""
 
     def find(self, name: str) -> tuple[str, str] | None: ...
 
 
 def planned_bytes(
-    parameters: Iterable[tuple[str, LoadableParameter]],
+    parameters: Iterable[tuple[str, SizedParameter]],
     names: Names,
-    checkpoint: Checkpoint,
+    checkpoint: TensorShapes,
     low_bit_bytes: Callable[[str], int | None] | None,
 ) -> dict[str, int]:
     """Bytes that each parameter will take, from headers alone.

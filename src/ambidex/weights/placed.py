@@ -1,36 +1,42 @@
 """Kernels over two memories: each product runs where its weight lies.
 
 A weight's rows (output features) may be resident on the accelerator, copied to it ahead of use, or
-multiplied with on the host; the parts of one product run at the same time. Results of the host
-stay there until something on the accelerator needs them, so that between the two matrices of an MLP
-on the host nothing crosses the link. Every kernel treats a row of a weight alone, so the tokens are
-the same wherever it lies.
+multiplied with on the host; the parts of one product run at the same time. Results of the host stay
+there until something on the accelerator needs them, so that between the two matrices of an MLP on
+the host nothing crosses the link; ``crossing.py`` says what does. Every kernel treats a row of a
+weight alone, so the tokens are the same wherever it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ambidex.device.queued import QueuedKernels, num_bytes
-from ambidex.weights.streamer import Ranges, StagedRows, Streamer, staged_bytes
+from ambidex.weights.crossing import Crossings
+from ambidex.weights.placed_weight import (
+    PANEL_ROWS,
+    ROW_UNIT,
+    Ordered,
+    Place,
+    PlacedWeight,
+    Uncut,
+    ring_bytes,
+    row_ranges,
+)
+from ambidex.weights.streamer import StagedRows, Streamer
 
 if TYPE_CHECKING:
     from ambidex.device.base import Accelerator, Event
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
     from ambidex.kernels.table import Weight
+    from ambidex.weights.compressed import Compression
     from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
-
-#: Rows are cut at multiples of this.
-ROW_UNIT = 64
-#: What any weight can be cut at multiples of; see ``kernels.table.Weight``.
-_PANEL_ROWS = 16
 
 
 class HostTable(Protocol):
@@ -44,144 +50,6 @@ class HostTable(Protocol):
 
     def keep(self, pieces: list[Tensor]) -> Tensor:
         """Copy bytes, one piece behind the other, into the memory of weights that stay."""
-
-
-@dataclass(slots=True, eq=False)
-class PlacedWeight:
-    """A matrix whose rows lie in two memories: the first ones on the accelerator.
-
-    ``is_paired``: gate above up, of which row i of both is one output; rows are then counted in one
-    of them. ``streamed_rows(n)``: how many of the host's rows are copied to the accelerator for a
-    product with n rows; the others are computed on the host.
-    """
-
-    shape: tuple[int, int]
-    is_paired: bool
-    resident: Any
-    host: Any
-    streamed_rows: Callable[[int], int]
-    #: Rows that are copied at a time; None: all. A head is larger than a layer, and would have the
-    #: ring to itself.
-    piece_rows: int | None = None
-    _staged: dict[tuple[int, int], StagedRows] = field(default_factory=dict)
-
-    @property
-    def halves(self) -> int:
-        return 2 if self.is_paired else 1
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[0] // self.halves
-
-    @property
-    def num_resident(self) -> int:
-        return 0 if self.resident is None else int(self.resident.shape[0]) // self.halves
-
-    @property
-    def num_host(self) -> int:
-        return self.num_rows - self.num_resident
-
-    @property
-    def num_bytes(self) -> int:
-        return self.device_bytes + self.host_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        return 0 if self.resident is None else int(self.resident.num_bytes)
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.host is None else int(self.host.num_bytes)
-
-    def staged(self, count: int, start: int = 0) -> StagedRows:
-        """Rows ``start`` to ``count`` of the host's, as they are copied."""
-        key = (start, count)
-        if key not in self._staged:
-            ranges = self.host_ranges(start, count)
-            self._staged[key] = StagedRows(self.host, ranges, staged_bytes(self.host, ranges))
-        return self._staged[key]
-
-    def pieces(self, count: int) -> list[tuple[int, int]]:
-        """The first ``count`` of the host's rows, cut into what is copied at a time."""
-        step = self.piece_rows or max(count, 1)
-        return [(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def host_ranges(self, start: int, end: int) -> Ranges:
-        """Rows ``start`` to ``end`` of the host's part, in both halves."""
-        return row_ranges(start, end, self.num_host, self.is_paired)
-
-    def on_host(self, start: int, stack: Callable[[list[Any]], Any]) -> Any:
-        """The host's part from row ``start`` on, in its own memory; ``stack`` lays weights one
-        below the other."""
-        if start == 0:
-            return self.host
-        if not self.is_paired:
-            return self.host.rows(start, self.num_host)
-        ranges = self.host_ranges(start, self.num_host)
-        return stack([self.host.rows(*rows) for rows in ranges])
-
-
-def row_ranges(start: int, end: int, num_rows: int, is_paired: bool) -> Ranges:
-    """Rows ``start`` to ``end`` of a matrix, or of both halves of one of ``2 * num_rows`` rows."""
-    if not is_paired:
-        return ((start, end),)
-    if (start, end) == (0, num_rows):
-        return ((0, 2 * num_rows),)
-    return ((start, end), (num_rows + start, num_rows + end))
-
-
-class Place(Protocol):
-    """See ``layers.module.Place``."""
-
-    @property
-    def resident_rows(self) -> int: ...
-
-    @property
-    def streamed_rows(self) -> Callable[[int], int]: ...
-
-
-class _Uncut:
-    """The place of a matrix that cannot be cut: all of it where most of it would be."""
-
-    def __init__(self, place: Place, num_rows: int) -> None:
-        self._place = place
-        self._num_rows = num_rows
-        self.resident_rows = num_rows if place.resident_rows >= num_rows else 0
-
-    def streamed_rows(self, num_tokens: int) -> int:
-        on_host = self._num_rows - self._place.resident_rows
-        return self._num_rows if 2 * self._place.streamed_rows(num_tokens) > on_host else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """A weight in the order of execution. ``group``: the layer that it belongs to; ``is_head``: it
-    has a row only for tokens whose logits are wanted."""
-
-    weight: PlacedWeight
-    group: str
-    is_head: bool
-
-
-def ring_bytes(order: Sequence[Ordered], num_groups: int, max_rows: int) -> int:
-    """Bytes of the ring for ``num_groups`` layers (at least the largest weight), for steps of up to
-    ``max_rows`` tokens; 0 where nothing is streamed."""
-    groups: dict[str, int] = {}
-    for item in order:
-        weight = item.weight
-        count = max(weight.streamed_rows(rows) for rows in _row_counts(max_rows))
-        if count:
-            size = weight.staged(count).num_bytes
-            groups[item.group] = groups.get(item.group, 0) + size
-    return num_groups * max(groups.values(), default=0)
-
-
-def _row_counts(max_rows: int) -> list[int]:
-    """Numbers of rows at which a table by tokens may change: powers of two, and the largest."""
-    counts = [1]
-    while counts[-1] * 2 < max_rows:
-        counts.append(counts[-1] * 2)
-    return [*counts, max_rows]
 
 
 class PlacedKernels:
@@ -203,19 +71,23 @@ class PlacedKernels:
         self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
         self._streamer: Streamer | None = None
         self._experts: ExpertSlots | None = None
+        #: Of weights whose place says so; None: they stay as they are.
+        self.compression: Compression | None = None
         #: Weights with rows on the host, in the order of execution.
         self._order: list[Ordered] = []
-        #: Host tensors that do not change, on the device, and the other way round; by address.
-        self._copies: dict[tuple[int, int, int, bool], Tensor] = {}
-        #: Bytes of activations that crossed the link; rows of weights by where they were
-        #: multiplied with.
-        self.num_activation_bytes = 0
+        self._crossings = Crossings(device, host)
+        #: Rows of weights by where they were multiplied with.
         self.num_rows = {"resident": 0, "streamed": 0, "host": 0}
 
     @property
     def host(self) -> QueuedKernels:
         """The host's table, on its stream."""
         return self._host
+
+    @property
+    def num_activation_bytes(self) -> int:
+        """Bytes of activations that crossed the link."""
+        return self._crossings.num_bytes
 
     @property
     def streamer(self) -> Streamer | None:
@@ -262,17 +134,16 @@ class PlacedKernels:
         Beside what is held in the end it takes the host's memory for this one matrix.
         """
         if place is not None and not place.resident_rows:
-            # What stays on the host as a whole is packed where it stays.
-            kept = self._host.inner.pack_parts(parts, precise)
-            if is_paired and kept.shape[0] // 2 % _PANEL_ROWS:
-                place = _Uncut(place, kept.shape[0] // 2)
+            kept = self._keep_on_host(parts, precise, place.is_compressed)
+            if is_paired and kept.shape[0] // 2 % PANEL_ROWS:
+                place = Uncut(place, kept.shape[0] // 2)
             return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
         with self._inner.temporary_weights():
             whole = self._host.inner.pack_parts(parts, precise)
             num_rows = whole.shape[0] // (2 if is_paired else 1)
-            if place is not None and is_paired and num_rows % _PANEL_ROWS:
+            if place is not None and is_paired and num_rows % PANEL_ROWS:
                 # The second half does not begin where a weight can be cut.
-                place = _Uncut(place, num_rows)
+                place = Uncut(place, num_rows)
             count = num_rows if place is None else min(place.resident_rows, num_rows)
             resident = host = None
             if count:
@@ -288,6 +159,17 @@ class PlacedKernels:
             return resident
         assert place is not None
         return PlacedWeight(shape, is_paired, resident, host, place.streamed_rows)
+
+    def _keep_on_host(
+        self, parts: Sequence[Tensor | Quantized], precise: bool, is_compressed: bool
+    ) -> Any:
+        """A matrix that stays on the host as a whole, packed where it stays."""
+        if self.compression is None or not is_compressed:
+            return self._host.inner.pack_parts(parts, precise)
+        with self._inner.temporary_weights():
+            whole = self._host.inner.pack_parts(parts, precise)
+            made = self.compression.compress(whole, self._host.inner, self._inner.keep)
+            return made or whole.gather([(0, whole.shape[0])], self._inner.keep)
 
     def _store(self, pieces: list[Tensor]) -> Tensor:
         stored = self._device.empty((num_bytes(pieces),), torch.uint8, "weights")
@@ -342,7 +224,7 @@ class PlacedKernels:
     def add_counts(self, counts: Mapping[str, int]) -> None:
         for place in self.num_rows:
             self.num_rows[place] += counts[f"rows_{place}"]
-        self.num_activation_bytes += counts["activation_bytes"]
+        self._crossings.num_bytes += counts["activation_bytes"]
         if self._streamer is not None:
             self._streamer.add_counts(counts)
 
@@ -363,7 +245,7 @@ class PlacedKernels:
     def close(self) -> None:
         """End the host's stream, and let go of what lies on the device."""
         self._host.stream.close()
-        self._copies.clear()
+        self._crossings.close()
         self._order.clear()
         self._streamer = self._experts = None
 
@@ -376,7 +258,7 @@ class PlacedKernels:
     def fetch(self, x: Tensor) -> Tensor:
         """``x`` in the host's memory, computed."""
         if self._device.owns(x) and x.numel():
-            self.num_activation_bytes += num_bytes([x])
+            self._crossings.num_bytes += num_bytes([x])
             return self._device.to_host(x)
         self._host.stream.record().wait()
         if not x.numel():
@@ -385,45 +267,14 @@ class PlacedKernels:
         return x
 
     def _to_device(self, x: Tensor) -> Tensor:
-        if self._device.owns(x):
-            return x
-        device = self._device
-        made = device.empty(tuple(x.shape), x.dtype)
-        # The memory may be in use by kernels that were launched before it was free.
-        device.copy_in_small.wait(device.compute.record())
-        device.copy_in_small.wait(self._host.stream.record())
-        device.compute.wait(device.copy(made, x, "activations", is_small=True))
-        self.num_activation_bytes += num_bytes([x])
-        return made
+        return self._crossings.to_device(x)
 
     def _to_host(self, x: Tensor) -> Tensor:
-        if not self._device.owns(x):
-            return x
-        device = self._device
-        made = torch.empty(tuple(x.shape), dtype=x.dtype)
-        device.copy_out.wait(device.compute.record())
-        self._host.stream.wait(device.copy(made, x, "activations"))
-        self.num_activation_bytes += num_bytes([x])
-        return made
+        return self._crossings.to_host(x)
 
-    def _constant(self, x: Tensor, ranges: Ranges, on_host: bool) -> Tensor:
-        """Rows of a vector that never changes (a bias), where they are needed; copied once."""
-        count = sum(end - start for start, end in ranges)
-        if self._device.owns(x) != on_host:
-            if count == len(x):
-                return x
-            if len(ranges) == 1:
-                return x[slice(*ranges[0])]
-        key = (x.data_ptr(), ranges[0][0], count, on_host)
-        if key not in self._copies:
-            plain = self._device.to_host(x) if self._device.owns(x) else x
-            rows = torch.cat([plain[start:end] for start, end in ranges])
-            if not on_host:
-                size = num_bytes([rows])
-                self._device.ledger.reserve("weights", "parts of a bias", size)
-                rows = self._device.store(rows)
-            self._copies[key] = rows
-        return self._copies[key]
+    def _on_host(self, *operands: Tensor | None) -> bool:
+        """Whether none of them lies on the accelerator."""
+        return not any(x is not None and self._device.owns(x) for x in operands)
 
     # ---------------------------------------------------------------- products
 
@@ -469,7 +320,8 @@ class PlacedKernels:
         multiply: Callable[[QueuedKernels, Tensor, Any, Tensor | None, Tensor | None], Tensor],
     ) -> Tensor:
         """Each part of ``weight`` where its rows are, the host's first, so that it begins early;
-        then side by side on the accelerator, unless all of it is the host's."""
+        then side by side on the accelerator, and on the host if it goes on there. All of it stays
+        on the host where that is the only part."""
         resident, total = weight.num_resident, weight.num_rows
         streamed = weight.streamed_rows(len(x)) if len(x) else 0
         computed = weight.num_host - streamed
@@ -480,20 +332,25 @@ class PlacedKernels:
         def part_of_bias(start: int, end: int, on_host: bool) -> Tensor | None:
             if bias is None:
                 return None
-            return self._constant(bias, row_ranges(start, end, total, weight.is_paired), on_host)
+            ranges = row_ranges(start, end, total, weight.is_paired)
+            return self._crossings.constant(bias, ranges, on_host)
 
-        of_host = None
+        of_host = arrive = None
         if computed:
-            part = weight.on_host(streamed, self._inner.stack)
+            is_all = not resident and not streamed
+            adds = is_all and self._on_host(residual)
             of_host = multiply(
                 self._host,
                 self._to_host(x),
-                part,
+                weight.on_host(streamed, self._inner.stack),
                 part_of_bias(resident + streamed, total, True),
-                None,
+                residual if adds else None,
             )
-            if not resident and not streamed:
-                return of_host if residual is None else self.add(of_host, residual)
+            if is_all:
+                self._crossings.note_product(of_host)
+                return of_host if adds or residual is None else self.add(of_host, residual)
+            # Before the accelerator's parts are launched: it is under way while they run.
+            arrive = self._crossings.begin(of_host)
         x = self._to_device(x)
         # Where one part is all of it, it adds the residual itself.
         num_parts = bool(resident) + bool(computed) + len(weight.pieces(streamed))
@@ -509,12 +366,23 @@ class PlacedKernels:
                 bias_part = part_of_bias(resident + start, resident + end, False)
                 with self._streamer.use(weight.staged(end, start)) as staged:
                     parts.append(multiply(self._kernels, x, staged, bias_part, alone))
-        if of_host is not None:
-            parts.append(self._to_device(of_host))
         out = parts[0] if len(parts) == 1 else self._kernels.join(parts)
-        if residual is None or alone is not None:
-            return out
-        return self._kernels.add(out, self._to_device(residual))
+        if of_host is not None and arrive is not None:
+            out = self._join_sides(out, of_host, arrive)
+        return out if residual is None or alone is not None else self.add(out, residual)
+
+    def _join_sides(
+        self, of_device: Tensor, of_host: Tensor, arrive: Callable[[], Tensor]
+    ) -> Tensor:
+        """Parts of a product side by side, on the accelerator; and on the host if asked."""
+        is_computed = self._device.compute.record()
+        out = self._kernels.join([of_device, arrive()])
+
+        def on_host() -> Tensor:
+            return self._host.join([self._crossings.fetch_after(of_device, is_computed), of_host])
+
+        self._crossings.mirror(out, on_host, [])
+        return out
 
     def embedding(self, token_ids: Tensor, weight: Any, scale: float = 1.0) -> Tensor:
         """A table that is not on the accelerator is looked up on the host."""
@@ -590,17 +458,55 @@ class PlacedKernels:
         offset: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return self._kernels.rms_norm(
-            self._to_device(x), weight, eps, offset, self._optional(residual)
-        )
+        def on_host() -> Tensor:
+            there = self._crossings.constant(weight, [(0, len(weight))], True)
+            kept = None if residual is None else self._to_host(residual)
+            return self._host.rms_norm(self._to_host(x), there, eps, offset, kept)
+
+        def on_device() -> Tensor:
+            kept = self._optional(residual)
+            return self._kernels.rms_norm(self._to_device(x), weight, eps, offset, kept)
+
+        return self._on_either(on_host, on_device, x, residual)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return self._kernels.layer_norm(self._to_device(x), weight, bias, eps)
+        def on_host() -> Tensor:
+            there = [
+                None if part is None else self._crossings.constant(part, [(0, len(part))], True)
+                for part in (weight, bias)
+            ]
+            return self._host.layer_norm(self._to_host(x), there[0], there[1], eps)
+
+        return self._on_either(
+            on_host, lambda: self._kernels.layer_norm(self._to_device(x), weight, bias, eps), x
+        )
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._kernels.add(self._to_device(x), self._to_device(y))
+        return self._on_either(
+            lambda: self._host.add(self._to_host(x), self._to_host(y)),
+            lambda: self._kernels.add(self._to_device(x), self._to_device(y)),
+            x,
+            y,
+        )
+
+    def _on_either(
+        self,
+        on_host: Callable[[], Tensor],
+        on_device: Callable[[], Tensor],
+        x: Tensor,
+        y: Tensor | None = None,
+    ) -> Tensor:
+        """What is small is computed where its operands lie, and on the host too if asked. Heads of
+        queries and keys are the accelerator's: so is attention."""
+        if x.dim() != 2:
+            return on_device()
+        if self._on_host(x, y):
+            return on_host()
+        made = on_device()
+        self._crossings.mirror(made, on_host, [x, y])
+        return made
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """Between two matrices of the host: on the host."""
@@ -614,7 +520,11 @@ class PlacedKernels:
         return self._host.softcap(x, cap)
 
     def take_logit_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._kernels.take_logit_rows(self._to_device(x), rows)
+        return self._on_either(
+            lambda: self._host.take_logit_rows(self._to_host(x), rows),
+            lambda: self._kernels.take_logit_rows(x, rows),
+            x,
+        )
 
     def rope(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Protocol
+
+from ambidex.config import ModelConfig
 from ambidex.errors import OptionError
 from ambidex.quant.forms import ON_LOAD_FORMS
-from ambidex.weights.checkpoint import Checkpoint
 
 
-def resolve_quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:
+class Files(Protocol):
+    """See ``checkpoint.Checkpoint``."""
+
+    path: Path
+
+    @property
+    def quantization(self) -> str | None: ...
+
+    @property
+    def is_quantized(self) -> bool: ...
+
+    @property
+    def dtype_name(self) -> str: ...
+
+
+def low_bit_kind(model: ModelConfig, checkpoint: Files) -> str | None:
+    """What matrices are held in: int8 or int4 (quantised while they are loaded), the way of the
+    files, or None for numbers of ``--dtype``.
+
+    Raises OptionError where options contradict each other or the files.
+    """
+    kind = resolve_quantization(model.quantization, checkpoint)
+    if kind in ON_LOAD_FORMS and model.dtype != "auto":
+        raise OptionError(
+            f"--quantization {kind} and --dtype {model.dtype} exclude each other: leave out one."
+        )
+    return kind if model.dtype == "auto" else None
+
+
+def resolve_quantization(asked: str | None, checkpoint: Files) -> str | None:
     """``asked`` is ``--quantization``: what the weights are held in, None for plain numbers.
 
     Raises OptionError where the files are something else than was asked for.

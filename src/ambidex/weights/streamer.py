@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ambidex.device.queued import memory_of, num_bytes
+from ambidex.weights.compressed import CompressedWeight
+
 if TYPE_CHECKING:
     from ambidex.device.base import Accelerator, Event
     from ambidex.kernels.table import Weight
@@ -92,6 +95,14 @@ class Streamer:
         self.num_wasted_bytes = 0
         self.num_copies = 0
         self.num_prefetched = 0
+        #: Bytes that came out of compressed ones.
+        self.num_decompressed_bytes = 0
+        self._decompressed = device.empty((0,), torch.uint8, "staging")
+
+    def decompress_into(self, num_bytes: int) -> None:
+        """Take memory for the largest weight that arrives compressed. There is one: kernels run in
+        order, and each weight is decompressed right before its product."""
+        self._decompressed = self._device.empty((num_bytes,), torch.uint8, "staging")
 
     @property
     def ring_bytes(self) -> int:
@@ -152,12 +163,14 @@ class Streamer:
             "streamed_bytes": self.num_bytes,
             "copies": self.num_copies,
             "prefetched": self.num_prefetched,
+            "decompressed_bytes": self.num_decompressed_bytes,
         }
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
         self.num_bytes += counts["streamed_bytes"]
         self.num_copies += counts["copies"]
         self.num_prefetched += counts["prefetched"]
+        self.num_decompressed_bytes += counts["decompressed_bytes"]
 
     def _first_in_ring(self) -> list[StagedRows]:
         """The first weights of a step that the ring has room for together."""
@@ -183,10 +196,16 @@ class Streamer:
                 staged = self._fetch(rows)
             assert staged is not None, "the ring is smaller than a weight"
         self._device.compute.wait(staged.is_there)
+        weight = staged.weight
         try:
-            yield staged.weight
+            if isinstance(weight, CompressedWeight):
+                weight = weight.decompressed(self._device.kernels, self._decompressed)
+                self.num_decompressed_bytes += num_bytes(memory_of(weight))
+                # Its place in the ring is free before the product is done.
+                staged.is_free = self._device.compute.record()
+            yield weight
         finally:
-            staged.is_free = self._device.compute.record()
+            staged.is_free = staged.is_free or self._device.compute.record()
         if self._is_async and rows in self._places:
             self._fetch_ahead(self._places[rows])
 

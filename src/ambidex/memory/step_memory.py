@@ -1,0 +1,128 @@
+"""What a step takes of memory beside weights and KV: upper estimates from a model's sizes alone.
+
+Loading reserves by them before anything is there, and the planner prints the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ambidex.config import CacheConfig, CheckpointConfig, SchedulerConfig
+from ambidex.memory.expert_cache import MAX_ROWS
+from ambidex.memory.model_shape import KVShape, ModelShape
+from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, least_kv_bytes
+
+#: Most rows of a captured step: beyond, launching takes little beside computing.
+MAX_CAPTURED_ROWS = 16
+#: Rotation tables grow by this many positions.
+ROPE_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Numbers that the results of a step's operations have, a token."""
+
+    hidden: int
+    inner: int
+    vocab: int
+    #: Of all heads together.
+    query: int
+    #: Of the widest layer's heads.
+    kv_width: int
+    num_layers: int
+    num_experts: int = 0
+    #: Experts that a token chooses.
+    num_chosen: int = 0
+
+    @classmethod
+    def of_config(
+        cls, config: CheckpointConfig, groups: Sequence[tuple[int, int, int]]
+    ) -> StepSizes:
+        """``groups``: layers, KV heads and head size of each KV group."""
+        hidden = int(config.require("hidden_size"))
+        experts = int(config.get("num_experts", config.get("num_local_experts", 0)) or 0)
+        return cls(
+            hidden=hidden,
+            inner=int(config.get("intermediate_size", 4 * hidden)),
+            vocab=int(config.require("vocab_size")),
+            query=int(config.require("num_attention_heads")) * groups[0][2],
+            kv_width=max(heads * size for _, heads, size in groups),
+            num_layers=sum(layers for layers, _, _ in groups),
+            num_experts=experts,
+            num_chosen=int(config.get("num_experts_per_tok", 2)) if experts else 0,
+        )
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> StepSizes:
+        return cls(
+            hidden=shape.hidden_size,
+            inner=shape.intermediate_size,
+            vocab=shape.vocab_size,
+            query=shape.num_heads * shape.head_dim,
+            kv_width=max(map(_width, shape.kv)),
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            num_chosen=shape.num_chosen,
+        )
+
+
+def _width(group: KVShape) -> int:
+    return group.num_kv_heads * group.head_dim
+
+
+def activation_bytes(sizes: StepSizes, limits: SchedulerConfig, max_model_len: int) -> int:
+    """An upper estimate of what a step needs beside weights and KV, in bytes."""
+    rows = limits.max_num_batched_tokens
+    layer = rows * (8 * sizes.hidden + 4 * sizes.inner + 4 * sizes.kv_width)
+    # Logits, and about three temporaries of the sampler.
+    logits = 4 * sizes.vocab * max(limits.max_num_seqs, 128)
+    # Keys and values of one layer as gathered, narrow and widened.
+    gathered = 4 * sizes.kv_width * max(max_model_len, 1 << 15)
+    shared = 3 * sizes.num_chosen * sizes.hidden * min(rows, MAX_ROWS)
+    return 4 * (layer + logits + gathered + shared)
+
+
+def graph_rows(max_num_seqs: int) -> list[int]:
+    """Numbers of rows that steps of an accelerator are captured for."""
+    rows = [1]
+    while rows[-1] * 2 <= min(MAX_CAPTURED_ROWS, max_num_seqs):
+        rows.append(rows[-1] * 2)
+    return rows
+
+
+def graph_bytes(sizes: StepSizes, rows: Sequence[int]) -> int:
+    """An upper estimate of the results of captured steps with those numbers of rows, in bytes.
+    Each result has memory of its own, on the device and, where it crosses, on the host."""
+    row = sizes.num_layers * (
+        12 * sizes.hidden
+        + 6 * sizes.query
+        + 8 * sizes.kv_width
+        + 4 * sizes.inner
+        + 4 * sizes.num_experts
+        # Experts' results before they are added up, from both memories.
+        + 3 * sizes.num_chosen * sizes.hidden
+    )
+    row += 3 * sizes.vocab
+    # Each result is rounded up to a piece of memory.
+    return sum(rows) * 4 * row + len(rows) * sizes.num_layers * 32 * 256
+
+
+def room_for_kv(
+    groups: Sequence[GroupSize],
+    cache: CacheConfig,
+    limits: SchedulerConfig,
+    max_model_len: int,
+    is_length_given: bool,
+) -> int:
+    """What weights leave for the KV cache on an accelerator. A cache whose size nobody gave takes
+    a share of what is left, and the least that it has to hold must be within that."""
+    least = least_kv_bytes(groups, cache, limits, max_model_len, is_length_given)
+    is_given = cache.num_blocks is not None or cache.kv_cache_bytes is not None
+    return least if is_given else math.ceil(least / ASKED_KV_SHARE) + 1
+
+
+def rope_bytes(shape: ModelShape, max_model_len: int) -> int:
+    """Bytes of the rotation tables."""
+    return shape.rope_bytes_per_position * -(-max_model_len // ROPE_CHUNK) * ROPE_CHUNK
