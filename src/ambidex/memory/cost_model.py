@@ -23,7 +23,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ambidex.memory.model_shape import ModelShape, WeightShape
-from ambidex.memory.operations import StepLoad, attention_parts, product_parts
+from ambidex.memory.operations import (
+    StepLoad,
+    attention_parts,
+    product_parts,
+    small_parts,
+    step_bytes,
+)
 from ambidex.memory.profile import HardwareProfile, Processor
 from ambidex.memory.rates import ComputeRate, LinkRate
 from ambidex.memory.split import SplitTable, streamed_rows
@@ -129,6 +135,8 @@ class CostModel:
         self._segments = _segments(shape, places)
         items = [item for segment in self._segments for item in segment.items]
         self.has_split = any(item.placement is Placement.SPLIT for item in items)
+        #: Operations whose start is counted with them.
+        self._num_started = sum(item.number for item in items) + shape.num_layers
         self._parts_at = lru_cache(maxsize=64)(self._measure)
 
     def step(self, load: StepLoad, streamed: float | SplitTable = 0.0) -> StepTime:
@@ -186,7 +194,9 @@ class CostModel:
         self, load: StepLoad
     ) -> tuple[tuple[float, float], tuple[tuple[_Segment, tuple[_Parts, ...]], ...]]:
         """What does not depend on shares: attention over all layers, and each item's parts."""
-        pairs = [attention_parts(self._lane, self.shape, kv, load) for kv in self.shape.kv]
+        lane = self._lane
+        kept = lane.kept_share(step_bytes(self.shape, load)) if lane.kept else 0.0
+        pairs = [attention_parts(lane, self.shape, kv, load, kept) for kv in self.shape.kv]
         # Groups follow each other, and each of their operations takes the longer part.
         read = sum(a for a, b in pairs if a >= b)
         compute = sum(b for a, b in pairs if b > a)
@@ -199,7 +209,7 @@ class CostModel:
                 numbers = rows * self.profile.activation_bytes
                 is_elsewhere = item.placement in (Placement.HOST, Placement.SPLIT)
                 host = product_parts(self._host, weight, rows) if is_elsewhere else (0.0, 0.0)
-                device = product_parts(self._lane, weight, rows)
+                device = product_parts(lane, weight, rows, kept=kept)
                 parts.append(
                     _Parts(
                         item=item,
@@ -318,7 +328,14 @@ class CostModel:
                 held.update(begun)
                 spend(LINK, left)
             total += max(course, left)
-        steps = lane.step_s + load.num_seqs * lane.token_s
+        steps = lane.step_s + load.num_seqs * lane.token_s + load.num_tokens * lane.prompt_token_s
+        if lane.small_bytes_per_s:
+            # Measured: what is left beside products and attention is counted, too.
+            operations, small_s = small_parts(lane, self.shape, load)
+            steps += (operations - self._num_started) * lane.launch_s
+            total += small_s
+            busy[memory] += small_s
+            spend(memory, small_s)
         total, fixed = total + steps, fixed + steps
         spend(FIXED, steps)
         hbm_read = busy[HBM]
