@@ -67,7 +67,7 @@ def attention_parts(
     """(seconds of reading keys and values, seconds of arithmetic) of attention over the layers of
     ``group``; the longer one counts."""
     first = load.num_context - load.num_new
-    seen = sum(_seen(group, n) for n in (first + 1, load.num_context)) / 2 + HALF_TILE
+    seen = sum(_seen(group, n) for n in (first + 1, load.num_context)) / 2
     read = load.num_seqs * _seen(group, load.num_context) * group.bytes_per_token
     rate = processor.attention_rate(_kv_form(group))
     if rate is None:
@@ -76,8 +76,8 @@ def attention_parts(
         of_products = processor.product("float32").flops(load.num_new)
         rate = ProductRate(((1, processor.attention_flops or of_products),))
     else:
-        flops = attention_flops(load.num_tokens * seen, shape.num_heads, group.head_dim)
-        flops *= group.num_layers
+        num_pairs = load.num_tokens * (seen + HALF_TILE) * group.num_layers
+        flops = attention_flops(num_pairs, shape.num_heads, group.head_dim)
     rows = min(load.num_new * shape.num_heads / group.num_kv_heads, BLOCK_QUERIES)
     return _parts(processor.kv_bytes_per_s or processor.bytes_per_s, rate, rows, flops, read, kept)
 
