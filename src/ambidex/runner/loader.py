@@ -76,6 +76,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+HOST_PART = "the host's part of steps"
 KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
@@ -246,10 +247,13 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
+    of_steps: Reservation | None = None
     place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
-        hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
+        of_steps = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
+        assert hands.host_memory is not None
+        hands.host_memory.limit_bytes = layer_bytes(model_values, config, groups)
     if host_nodes.is_filled:
         hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
     with memory_refused(device):
@@ -305,6 +309,11 @@ def _load_on(
     warm_up(runner, largest if config.warm_up_fully else None)
     give_freed_memory_back()
     vocab_size = int(model_values.require("vocab_size"))
+    if of_steps is not None and config.warm_up_fully:
+        # All kinds of steps have been computed, the largest too.
+        hands.host.ledger.release(of_steps)
+        for name, size_bytes in _host_part_bytes(config, hands, vocab_size).items():
+            hands.host.ledger.reserve("activations", name, size_bytes)
     ropes = [module for module in submodules(model) if isinstance(module, Rope)]
     rotations = [part for rope in ropes for part in rope.tables]
     recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
@@ -405,6 +414,17 @@ def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Seq
     return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
 
 
+def _host_part_bytes(config: EngineConfig, hands: Hands, vocab_size: int) -> dict[str, int]:
+    """What steps take of the host's memory beside an accelerator."""
+    assert hands.host_memory is not None
+    return {
+        HOST_PART: hands.host_memory.peak_bytes,
+        "kernel threads": cast("NativeKernels", hands.host.kernels).memory_bytes,
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
+
+
 def _recorded_bytes(
     config: EngineConfig,
     runner: ModelRunner,
@@ -433,16 +453,23 @@ def activation_bytes(
     """An upper estimate of what a step needs beside weights and KV, in bytes."""
     rows = config.scheduler.max_num_batched_tokens
     hidden = int(model_values.require("hidden_size"))
-    inner = int(model_values.get("intermediate_size", 4 * hidden))
     kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
     vocab = int(model_values.require("vocab_size"))
-    layer = rows * (8 * hidden + 4 * inner + 4 * kv_width)
     # Logits, and about three temporaries of the sampler.
     logits = 4 * vocab * max(config.scheduler.max_num_seqs, 128)
     # Keys and values of one layer as gathered, narrow and widened.
     gathered = 4 * kv_width * max(max_model_len, 1 << 15)
     shared = 3 * _choices(model_values) * hidden * min(rows, MAX_ROWS)
-    return 4 * (layer + logits + gathered + shared)
+    return layer_bytes(model_values, config, groups) + 4 * (logits + gathered + shared)
+
+
+def layer_bytes(model_values: CheckpointConfig, config: EngineConfig, groups: list[KVGroup]) -> int:
+    """Of that: an upper estimate of the results of a layer."""
+    hidden = int(model_values.require("hidden_size"))
+    inner = int(model_values.get("intermediate_size", 4 * hidden))
+    kv_width = max(group.num_kv_heads * group.head_dim for group in groups)
+    rows = config.scheduler.max_num_batched_tokens
+    return 4 * rows * (8 * hidden + 4 * inner + 4 * kv_width)
 
 
 def _choices(model_values: CheckpointConfig) -> int:
