@@ -394,9 +394,9 @@ def test_every_operation_is_checked() -> None:
     """None is missing above."""
     calls = {name for name in vars(QueuedKernels) if not name.startswith("_")}
     others = {
-        "can_record", "rate", "memory", "put", "fetch", "begin_step", "end_step", "pack", "packed_bytes",
-        "pack_table", "pack_head", "head_bytes", "pack_parts", "unpack_gguf", "kv_layout",
-        "compress_words", "decompress_words",
+        "can_record", "memory", "rate", "put", "fetch", "begin_step", "end_step", "pack",
+        "packed_bytes", "pack_table", "pack_head", "head_bytes", "pack_parts", "unpack_gguf",
+        "kv_layout", "compress_words", "decompress_words",
     }  # fmt: skip
     assert calls - others == set(operations())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -200,6 +200,15 @@ def _load_on(
     least_kv = least_kv_bytes(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
     streaming = Compressing(hands, model, config.offload)
     beside += streaming.staging_bytes
+    if accelerator is not None:
+        needs = {
+            "the largest step": step_bytes(1),
+            "captured steps (none with --enforce-eager)": captured_bytes,
+            "tables of positions": rope_bytes(model),
+            "decompressing a weight": streaming.staging_bytes,
+            "the KV cache": least_kv,
+        }
+        check_room_for_weights(accelerator.ledger, needs)
     places = plan_places(
         config,
         hands,
@@ -412,6 +421,21 @@ def graph_bytes(model_values: CheckpointConfig, groups: list[KVGroup], rows: Seq
     row += 3 * int(model_values.require("vocab_size"))
     # Each result is rounded up to a piece of memory.
     return sum(rows) * 4 * row + len(rows) * layers * 32 * 256
+
+
+def check_room_for_weights(ledger: Ledger, needs: Mapping[str, int]) -> None:
+    """Raises OutOfMemory where what an accelerator ``needs`` beside weights leaves nothing."""
+    total, free = sum(needs.values()), ledger.free_bytes
+    if total < free:
+        return
+    parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
+    raise OutOfMemory(
+        f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
+        f"need {format_bytes(total)}, {', '.join(parts)}. Lower --max-num-batched-tokens or "
+        "--max-num-seqs, --kv-cache-memory-bytes or --max-model-len, or give more than "
+        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
+        "--gpu-memory-utilization)."
+    )
 
 
 def _host_part_bytes(config: EngineConfig, hands: Hands, vocab_size: int) -> dict[str, int]:
