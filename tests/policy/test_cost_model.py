@@ -120,7 +120,7 @@ def test_on_the_host_alone_operations_follow_each_other() -> None:
     for load in (StepLoad(3, 1, 50), StepLoad(1, 700, 700)):
         got = step_time(HardwareProfile("", host), shape, None, load)
         assert got.seconds == pytest.approx(host_step_s(host, shape, load))
-        assert set(got.parts) == {"DRAM", "host arithmetic", "fixed costs"}
+        assert set(got.parts) <= {"DRAM", "host arithmetic", "fixed costs"}
         assert sum(got.parts.values()) == pytest.approx(got.seconds)
         operations, _ = small_parts(host, shape, load)
         fixed = operations * 1e-5 + 1e-4 + load.num_seqs * 1e-5 + load.num_tokens * 1e-6
