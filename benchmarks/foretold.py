@@ -21,10 +21,9 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from record_levels import cpu_model
 
@@ -34,11 +33,10 @@ from ambidex.device.probe import measure_host
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.levels import machine_name
 from ambidex.kernels.cpu.topology import plan_threads
-from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.operations import StepLoad, host_step_parts, tpot_s, ttft_s
 from ambidex.memory.profile import Processor
-from ambidex.memory.weight_places import WeightKind
 from ambidex.request import EngineRequest, SamplingParams
+from ambidex.weights.shape import model_shape
 
 HERE = Path(__file__).parent
 LOW, HIGH = 0.85, 1.15
@@ -169,47 +167,6 @@ def probe(engine: Engine) -> Processor:
         return pool.submit(measure).result()
 
 
-def shape_of(engine: Engine, name: str) -> ModelShape:
-    """Of a loaded model."""
-    lane = engine.lane
-    model: Any = lane.runner.model
-    config = lane.checkpoint.config
-    weights = tuple(w for path, p in model.named_parameters() for w in _weights(path, p))
-    kv = tuple(
-        KVShape(len(g.layers), g.num_kv_heads, g.head_dim, g.bytes_per_token, g.window)
-        for g in lane.groups
-    )
-    hidden = config.require("hidden_size")
-    heads = config.require("num_attention_heads")
-    return ModelShape(
-        name=name,
-        model_type=config.get("model_type", ""),
-        num_layers=config.require("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=config.get("intermediate_size", 0),
-        vocab_size=lane.vocab_size,
-        num_heads=heads,
-        head_dim=config.get("head_dim", hidden // heads),
-        weights=weights,
-        kv=kv,
-        max_positions=None,
-    )
-
-
-def _weights(path: str, parameter: Any) -> Iterator[WeightShape]:
-    data = parameter.data
-    kind = WeightKind.MATRIX
-    if path.startswith("embedding."):
-        kind = WeightKind.TIED if parameter.has_head else WeightKind.TABLE
-    for part in getattr(data, "parts", [data]):
-        if not hasattr(part, "num_bytes"):
-            yield WeightShape(path, part.shape[0], 1, WeightKind.VECTOR, "float32", part.nbytes)
-            continue
-        bits = getattr(part, "bits", None)
-        form = f"int{bits}" if bits else str(part.dtype).removeprefix("torch.")
-        yield WeightShape(path, *part.shape, kind, form, part.num_bytes)
-
-
 class Others:
     """How much of the processors others have, between two looks."""
 
@@ -282,9 +239,10 @@ class Measurement:
 
 
 def judge(case: Case, folder: Path, threads: int, verbose: bool) -> Outcome:
-    engine = Engine(make_config(case, folder, threads))
+    config = make_config(case, folder, threads)
+    engine = Engine(config)
     try:
-        shape = shape_of(engine, case.model)
+        shape = model_shape(config.model.model, config)
         watch = Others()
         processor = probe(engine)
         others = watch.share()

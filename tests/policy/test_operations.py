@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ambidex.memory.cost_model import CostModel
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.operations import (
     StepLoad,
@@ -23,7 +24,7 @@ from ambidex.memory.operations import (
     tpot_s,
     ttft_s,
 )
-from ambidex.memory.profile import Processor, ProductRate
+from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.weight_places import WeightKind
 
 HOST = Processor(
@@ -142,12 +143,13 @@ def test_experts_are_read_as_far_as_they_are_used() -> None:
     shape = make_shape(num_experts=8)
     weight = shape.weights[3]
     plain = dataclasses.replace(HOST, products={"int8": ProductRate(((1, 1e15),))})
-    for tokens, used in ((1, 2), (3, 6), (4, 8), (50, 8)):
+    # Each token leaves three quarters of them out.
+    for tokens, used in ((1, 2), (2, 3.5), (3, 4.625), (50, 8)):
         read, _ = product_parts(plain, weight, tokens)
-        assert read == pytest.approx(used / 8 * weight.num_bytes / plain.bytes_per_s)
-    more = step_bytes(shape, StepLoad(4, 1, 1)) - step_bytes(shape, StepLoad(1, 1, 1))
+        assert read == pytest.approx(used / 8 * weight.num_bytes / plain.bytes_per_s, rel=1e-5)
+    more = step_bytes(shape, StepLoad(3, 1, 1)) - step_bytes(shape, StepLoad(1, 1, 1))
     experts = sum(w.num_bytes for w in shape.weights if w.num_experts > 1)
-    assert more == 6 / 8 * experts + 3 * shape.kv_bytes_per_token
+    assert more == (4.625 - 2) / 8 * experts + 2 * shape.kv_bytes_per_token
 
 
 def test_attention_counts_what_is_seen() -> None:
@@ -169,7 +171,7 @@ def test_a_profile_without_attention_rates_has_rooflines() -> None:
     group = SHAPE.kv[0]
     read, compute = attention_parts(plain, SHAPE, group, StepLoad(1, 1, 1000))
     assert read == pytest.approx(1000 * group.bytes_per_token / 5e11)
-    assert compute == pytest.approx(4 * (1000 + 32) * 4 * 16 * group.num_layers / 50e12)
+    assert compute == pytest.approx(4 * 1000 * 4 * 16 * group.num_layers / 50e12)
 
 
 def test_the_head_has_a_row_for_each_sequence() -> None:
@@ -227,3 +229,11 @@ def test_the_fit_finds_what_the_times_were_made_of(overlap: float) -> None:
     assert found[0] == pytest.approx(read_s, rel=0.02)
     for c in compute:
         assert fitted.together(found[0], c) == pytest.approx(rate.together(read_s, c), rel=0.02)
+
+
+@given(seqs=counts, new=st.integers(1, 512), before=st.integers(0, 2000))
+def test_plans_say_the_same(seqs: int, new: int, before: int) -> None:
+    load = StepLoad(seqs, new, new + before)
+    for shape in (SHAPE, make_shape(5, "float32"), make_shape(3, num_experts=8)):
+        planned = CostModel(HardwareProfile("here", HOST), shape).seconds(load)
+        assert planned == pytest.approx(host_step_s(HOST, shape, load))

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_memory import HostMemory
 from ambidex.device.queued import QueuedKernels
 from ambidex.device.sim import SimDevice, make_sim
 from ambidex.errors import DeviceError, OutOfMemory
@@ -19,7 +20,6 @@ from ambidex.kernels.quantized import Quantized
 from ambidex.layers.module import Place
 from ambidex.memory.cost_model import ComputeRate
 from ambidex.quant.on_load import quantise
-from ambidex.runner.hands import HostMemory
 from ambidex.weights.placed import PlacedKernels
 from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes, row_ranges
 from ambidex.weights.streamer import Streamer, staged_bytes

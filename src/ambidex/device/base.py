@@ -159,6 +159,10 @@ class Accelerator(Device, Protocol):
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in this device's memory."""
 
+    def settle(self) -> None:
+        """Wait until what has been launched is over; it may have failed, and to a simulated clock
+        nobody has waited."""
+
     def limit_link(self, bytes_per_s: float) -> None:
         """Let ``copy_in`` move no more than that on average."""
 

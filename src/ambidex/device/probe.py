@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ambidex.device.cpu import CPUDevice
 from ambidex.device.registry import make_accelerator
+from ambidex.kernels.cpu.weight_memory import WeightMemory
 from ambidex.kernels.metadata import AttentionMetadata
 from ambidex.kernels.quantized import Quantized
 from ambidex.kernels.table import Kernels, Weight
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
     from ambidex.kernels.cpu.topology import ThreadPlan
 
 # --------------------------------------------------------------------- constants of the host
-# Four of at most eight; the others are in ``memory/operations.py``. In the time of ``_work()``,
+# Three of at most eight; the others are in ``memory/operations.py``. In the time of ``_work()``,
 # a piece of Python that stands for this machine's speed at it.
 #: A step outside native code: what is scheduled, handed to the lane's thread, and accounted for.
-STEP_WORK = 7.0
+STEP_WORK = 21.0
 #: Each token that a step puts out.
-TOKEN_WORK = 0.12
+TOKEN_WORK = 0.4
 #: Each token of a prompt: it is listed, and copied.
-PROMPT_TOKEN_WORK = 0.002
+PROMPT_TOKEN_WORK = 0.01
+
+
+#: So many have work enough with a matrix.
+_THREADS_A_MATRIX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,12 @@ class Sizes:
 
     #: Rows and columns of a matrix.
     matrix: tuple[int, int] = (1152, 896)
-    #: What no cache holds, and what the nearest shared one does.
+    #: What no cache holds, at least and for each thread, and what the nearest shared one does.
     large_bytes: int = 192 << 20
+    large_bytes_a_thread: int = 16 << 20
     small_bytes: int = 4 << 20
-    #: Sets that are read over and over, to see how much of them caches keep.
-    sets: tuple[int, ...] = tuple(size << 20 for size in (16, 32, 48, 64, 96, 128, 192))
+    #: Sets that are read over and over, to see how much of them caches keep: shares of the large.
+    sets: tuple[float, ...] = (1 / 12, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
     rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256)
     rows_from_memory: tuple[int, ...] = (1, 2, 4, 8, 16)
     #: Of attention: tokens that single ones look back at, and those of a prompt.
@@ -67,14 +73,24 @@ class Sizes:
     prompt: int = 256
     rounds: int = 3
 
+    def on(self, num_threads: int) -> Sizes:
+        """The same where so many threads share the work and have caches."""
+        rows, columns = self.matrix
+        return replace(
+            self,
+            matrix=(rows * -(-num_threads // _THREADS_A_MATRIX), columns),
+            large_bytes=max(self.large_bytes, num_threads * self.large_bytes_a_thread),
+        )
+
 
 FULL = Sizes()
 #: Everything once, for tests.
 SHORT = Sizes(
     matrix=(256, 128),
     large_bytes=4 << 20,
+    large_bytes_a_thread=0,
     small_bytes=1 << 20,
-    sets=(1 << 20, 2 << 20),
+    sets=(0.25, 0.5),
     rows=(1, 4, 16),
     rows_from_memory=(1, 4),
     context=128,
@@ -87,6 +103,8 @@ _SHARED = (1, 3, 7)
 _HEAD_DIM = 64
 _KV_HEADS = 2
 _BLOCK_SIZE = 16
+#: Calls are timed that often, in each of the rounds.
+_LEAST_TIMES = 8
 
 _ROUNDS = 3
 # Larger than caches, small enough to be read in a few milliseconds.
@@ -112,7 +130,7 @@ def measure_host(
     device: CPUDevice,
     name: str,
     memory_bytes: int,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = FULL,
 ) -> Processor:
     """The host as ``device``'s kernels and threads see it. Called in a thread that may be pinned:
     ``device.prepare_thread`` is called. Takes seconds, and ``sizes.large_bytes`` of memory."""
@@ -125,7 +143,7 @@ def measure_host(
             name, memory_bytes, rate.bytes_per_s, products, num_threads=device.num_threads
         )
     with torch.inference_mode():
-        return _HostProbe(device, sizes).measure(name, memory_bytes)
+        return _HostProbe(device, sizes.on(device.num_threads)).measure(name, memory_bytes)
 
 
 def measure_machine(
@@ -133,7 +151,7 @@ def measure_machine(
     plan: ThreadPlan,
     name: str,
     memory_bytes: int,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = FULL,
 ) -> HardwareProfile:
     """The host, with the threads of ``plan``, and the accelerator that ``config`` asks for."""
     host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
@@ -223,8 +241,8 @@ class _HostProbe:
         self._max_rows = max(*sizes.rows, sizes.prompt)
         self._ids = torch.zeros(self._max_rows, dtype=torch.int64)
         self._input = torch.full((self._max_rows, sizes.matrix[1]), 0.5)
-        # The content of weights does not matter: every form has the same memory.
-        self._memory = torch.zeros(sizes.large_bytes, dtype=torch.uint8)
+        # The content of weights does not matter: every form has the same memory, as weights have.
+        self._memory = WeightMemory().take(sizes.large_bytes).zero_()
 
     def measure(self, name: str, memory_bytes: int) -> Processor:
         launch_s = self._launch_s()
@@ -297,7 +315,8 @@ class _HostProbe:
         in_cache_s = 2.0 * weight.shape[0] * weight.shape[1] / rate.flops(1)
         from_memory_s = weight.num_bytes / rate.bytes_per_s
         kept, share = [], 1.0
-        for num_bytes in self._sizes.sets:
+        for part in self._sizes.sets:
+            num_bytes = int(part * self._sizes.large_bytes)
             run = self._products(self._copies(weight, num_bytes))
             measured = self._each_s(run, 1, launch_s)
             # The part of the reading that hides behind arithmetic is not seen.
@@ -311,8 +330,8 @@ class _HostProbe:
             # Noise apart, more bytes are not kept better.
             share = min(share, low)
             kept.append((float(num_bytes), share))
-        # The last set is the large one: what it keeps is taken for none.
-        return (*kept[:-1], (kept[-1][0], 0.0)), rate.bytes_per_s
+        # What is kept of the large one is taken for none.
+        return (*kept, (float(self._sizes.large_bytes), 0.0)), rate.bytes_per_s
 
     def _reads_by_threads(
         self, weight: Weight, all_threads: float
@@ -428,7 +447,7 @@ class _Run:
     """Calls that are alike, recorded one after the other, as a step runs them.
 
     Each is timed by itself. Of a call the best round counts, and of the calls the median: what
-    other programs do in between falls on few of them.
+    other programs do in between falls on few of them. Few calls get more rounds.
     """
 
     def __init__(
@@ -454,7 +473,9 @@ class _Run:
         if self._metadata is not None:
             kernels.set_metadata(self._metadata)
         # The first round takes the memory that results need.
-        times = [self._recording.replay_timed()[: len(self._calls)] for _ in range(rounds + 1)]
+        num_calls = len(self._calls)
+        rounds = max(rounds + 1, rounds * _LEAST_TIMES // num_calls)
+        times = [self._recording.replay_timed()[:num_calls] for _ in range(rounds)]
         return statistics.median(min(each) for each in zip(*times, strict=True))
 
 

@@ -212,7 +212,7 @@ class SimDevice:
             # What was launched ahead holds memory until it has run.
             if account != "activations":
                 raise
-            self._settle()
+            self.settle()
             return self._region.empty(shape, dtype, account)
 
     def zeros(
@@ -296,9 +296,9 @@ class SimDevice:
     def prepare_thread(self) -> None:
         torch.set_num_threads(1)
 
-    def _settle(self) -> None:
-        """Wait until what has been launched is over, without anybody's clock noticing: how far
-        launches are ahead of the arithmetic is this machine's affair."""
+    def settle(self) -> None:
+        """See ``Accelerator``. How far launches are ahead of the arithmetic is this machine's
+        affair."""
         with self.clock.at_once():
             events = [stream.record() for stream in self._streams]
         for event in events:

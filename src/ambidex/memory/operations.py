@@ -46,12 +46,19 @@ def product_parts(
     """(seconds of reading, seconds of arithmetic) of a product of ``num_tokens`` rows with
     ``share`` of the rows of ``weight``; the longer one counts. ``kept``: the share that caches
     hold."""
-    used = min(weight.num_experts, num_tokens * weight.num_chosen)
+    used = experts_used(weight, num_tokens)
     read = weight.num_bytes * used / weight.num_experts
     rows_each = num_tokens * weight.num_chosen / used if used else 0
     flops = 2.0 * weight.rows * weight.columns * weight.num_chosen * num_tokens
     rate = processor.product(weight.form)
     return _parts(processor.bytes_per_s, rate, rows_each, share * flops, share * read, kept)
+
+
+def experts_used(weight: WeightShape, num_tokens: float) -> float:
+    """Of a weight's experts, how many are expected to be used by ``num_tokens`` tokens that choose
+    apart from each other, each expert as often as the others."""
+    left_out = 1 - weight.num_chosen / weight.num_experts
+    return float(weight.num_experts * (1 - left_out**num_tokens))
 
 
 def attention_parts(
@@ -60,7 +67,7 @@ def attention_parts(
     """(seconds of reading keys and values, seconds of arithmetic) of attention over the layers of
     ``group``; the longer one counts."""
     first = load.num_context - load.num_new
-    seen = sum(_seen(group, n) for n in (first + 1, load.num_context)) / 2 + HALF_TILE
+    seen = sum(_seen(group, n) for n in (first + 1, load.num_context)) / 2
     read = load.num_seqs * _seen(group, load.num_context) * group.bytes_per_token
     rate = processor.attention_rate(_kv_form(group))
     if rate is None:
@@ -69,8 +76,8 @@ def attention_parts(
         of_products = processor.product("float32").flops(load.num_new)
         rate = ProductRate(((1, processor.attention_flops or of_products),))
     else:
-        flops = attention_flops(load.num_tokens * seen, shape.num_heads, group.head_dim)
-        flops *= group.num_layers
+        num_pairs = load.num_tokens * (seen + HALF_TILE) * group.num_layers
+        flops = attention_flops(num_pairs, shape.num_heads, group.head_dim)
     rows = min(load.num_new * shape.num_heads / group.num_kv_heads, BLOCK_QUERIES)
     return _parts(processor.kv_bytes_per_s or processor.bytes_per_s, rate, rows, flops, read, kept)
 
@@ -120,7 +127,7 @@ def step_bytes(shape: ModelShape, load: StepLoad) -> float:
     total = 0.0
     for weight in shape.weights:
         if is_product(weight):
-            used = min(weight.num_experts, load.num_tokens * weight.num_chosen)
+            used = experts_used(weight, load.num_tokens)
             total += weight.num_bytes * used / weight.num_experts
     for group in shape.kv:
         total += load.num_seqs * _seen(group, load.num_context) * group.bytes_per_token

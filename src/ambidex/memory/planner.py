@@ -34,11 +34,13 @@ from ambidex.memory.split import SplitTable
 from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
+    check_room_for_weights,
     graph_bytes,
     graph_rows,
     room_for_kv,
     rope_bytes,
 )
+from ambidex.memory.weight_places import WeightKind
 
 __all__ = ["Plan", "PlanRefused", "Prediction", "Proposal", "make_plan", "plan_with_cache"]
 
@@ -213,6 +215,15 @@ def _plan(
         share = ASKED_KV_SHARE
         kv_room = room_for_kv(groups, cache, limits, length, is_given)
         least_steps = step_bytes(length if is_given else 1)
+        unpacked = _unpacked_bytes(shape, config)
+        needs = {
+            "the largest step": least_steps,
+            "captured steps (none with --enforce-eager)": graph_bytes(sizes, captured),
+            "tables of positions": rope_bytes(shape, length),
+            "decompressing a weight": unpacked,
+            "the KV cache": kv_room,
+        }
+        check_room_for_weights(lane, needs)
         placement, cache_bytes = plan_with_cache(
             shape.modules,
             lambda num_bytes: plan_placement(
@@ -223,13 +234,15 @@ def _plan(
                 profile,
                 typical_mix(shape, limits, kv_room),
             ),
-            max(lane.free_bytes - least_steps - beside - kv_room, 0),
+            lane.free_bytes - sum(needs.values()),
             lane.capacity_bytes // CACHE_DIVISOR,
             config.offload.moe_expert_cache,
         )
         host.reserve("weights", "weights", placement.host_bytes)
         lane.reserve("weights", "weights", placement.device_bytes + cache_bytes)
         lane.reserve("staging", "streamed weights", placement.staging_bytes)
+        if placement.streamed_bytes:
+            lane.reserve("staging", "a decompressed weight", unpacked)
     else:
         _reserve_weights(host, shape, step_bytes(1))
     of_memory = "host memory" if lane is host else lane.name
@@ -332,6 +345,14 @@ def _device_ledger(profile: HardwareProfile, config: EngineConfig) -> Ledger:
     return ledger
 
 
+def _unpacked_bytes(shape: ModelShape, config: EngineConfig) -> int:
+    """Of the largest weight that may be streamed compressed."""
+    if not config.offload.compress:
+        return 0
+    weights = (w for w in shape.weights if w.kind is WeightKind.MATRIX and w.form == "bfloat16")
+    return max((weight.num_bytes for weight in weights), default=0)
+
+
 def _reserve_weights(host: Ledger, shape: ModelShape, step_bytes: int) -> None:
     if shape.weight_bytes > host.free_bytes:
         raise OutOfMemory(
@@ -397,6 +418,7 @@ def _predict(
         link_limit=offload.link_limit_bytes_per_s,
         is_async=offload.is_async,
         ring_bytes=None if placement is None else placement.staging_bytes,
+        compress=offload.compress,
     )
     table = None if placement is None else placement.split_table
     #: Half of the answer is there, on average.

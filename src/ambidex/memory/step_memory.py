@@ -6,11 +6,13 @@ Loading reserves by them before anything is there, and the planner prints the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ambidex.config import CacheConfig, CheckpointConfig, SchedulerConfig
+from ambidex.errors import OutOfMemory
 from ambidex.memory.expert_cache import MAX_ROWS
+from ambidex.memory.ledger import Ledger, format_bytes
 from ambidex.memory.model_shape import KVShape, ModelShape
 from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, least_kv_bytes
 
@@ -75,13 +77,33 @@ def _width(group: KVShape) -> int:
 def activation_bytes(sizes: StepSizes, limits: SchedulerConfig, max_model_len: int) -> int:
     """An upper estimate of what a step needs beside weights and KV, in bytes."""
     rows = limits.max_num_batched_tokens
-    layer = rows * (8 * sizes.hidden + 4 * sizes.inner + 4 * sizes.kv_width)
     # Logits, and about three temporaries of the sampler.
     logits = 4 * sizes.vocab * max(limits.max_num_seqs, 128)
     # Keys and values of one layer as gathered, narrow and widened.
     gathered = 4 * sizes.kv_width * max(max_model_len, 1 << 15)
     shared = 3 * sizes.num_chosen * sizes.hidden * min(rows, MAX_ROWS)
-    return 4 * (layer + logits + gathered + shared)
+    return layer_bytes(sizes, limits) + 4 * (logits + gathered + shared)
+
+
+def layer_bytes(sizes: StepSizes, limits: SchedulerConfig) -> int:
+    """Of that: an upper estimate of the results of a layer."""
+    row = 8 * sizes.hidden + 4 * sizes.inner + 4 * sizes.kv_width
+    return 4 * limits.max_num_batched_tokens * row
+
+
+def check_room_for_weights(ledger: Ledger, needs: Mapping[str, int]) -> None:
+    """Raises OutOfMemory where what an accelerator ``needs`` beside weights leaves nothing."""
+    total, free = sum(needs.values()), ledger.free_bytes
+    if total < free:
+        return
+    parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
+    raise OutOfMemory(
+        f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
+        f"need {format_bytes(total)}, {', '.join(parts)}. Lower --max-num-batched-tokens or "
+        "--max-num-seqs, --kv-cache-memory-bytes or --max-model-len, or give more than "
+        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
+        "--gpu-memory-utilization)."
+    )
 
 
 def graph_rows(max_num_seqs: int) -> list[int]:

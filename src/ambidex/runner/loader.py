@@ -44,8 +44,10 @@ from ambidex.memory.sizing import (
 from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
+    check_room_for_weights,
     graph_bytes,
     graph_rows,
+    layer_bytes,
     room_for_kv,
 )
 from ambidex.models.registry import CausalLM, build_model, model_config
@@ -85,6 +87,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+HOST_PART = "the host's part of steps"
 KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
@@ -220,6 +223,15 @@ def _load_on(
     least_steps = step_bytes(max_model_len if is_length_given else 1)
     streaming = Compressing(hands, model, config.offload)
     beside += streaming.staging_bytes
+    if accelerator is not None:
+        needs = {
+            "the largest step": least_steps,
+            "captured steps (none with --enforce-eager)": captured_bytes,
+            "tables of positions": rope_bytes(model),
+            "decompressing a weight": streaming.staging_bytes,
+            "the KV cache": kv_room,
+        }
+        check_room_for_weights(accelerator.ledger, needs)
     shape = built_shape(model, groups, step_sizes, planned)
     places = plan_places(
         config,
@@ -270,10 +282,13 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
+    of_steps: Reservation | None = None
     place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
-        hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
+        of_steps = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
+        assert hands.host_memory is not None
+        hands.host_memory.limit_bytes = layer_bytes(step_sizes, config.scheduler)
     if host_nodes.is_filled:
         hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
     with memory_refused(device):
@@ -329,6 +344,11 @@ def _load_on(
     warm_up(runner, largest if config.warm_up_fully else None)
     give_freed_memory_back()
     vocab_size = int(model_values.require("vocab_size"))
+    if of_steps is not None and config.warm_up_fully:
+        # All kinds of steps have been computed, the largest too.
+        hands.host.ledger.release(of_steps)
+        for name, size_bytes in _host_part_bytes(config, hands, vocab_size).items():
+            hands.host.ledger.reserve("activations", name, size_bytes)
     ropes = [module for module in submodules(model) if isinstance(module, Rope)]
     rotations = [part for rope in ropes for part in rope.tables]
     recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
@@ -412,6 +432,17 @@ def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def _host_part_bytes(config: EngineConfig, hands: Hands, vocab_size: int) -> dict[str, int]:
+    """What steps take of the host's memory beside an accelerator."""
+    assert hands.host_memory is not None
+    return {
+        HOST_PART: hands.host_memory.peak_bytes,
+        "kernel threads": cast("NativeKernels", hands.host.kernels).memory_bytes,
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
 
 
 def _recorded_bytes(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Values read until the pages of the mapped file are let go.
-_RELEASE_VALUES = 1 << 26
+_RELEASE_VALUES = 1 << 24
 #: And until what was freed of the memory for packing is given back: it would come to a third of
 #: the weights.
 _TRIM_VALUES = 1 << 23

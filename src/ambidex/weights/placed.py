@@ -120,7 +120,7 @@ class PlacedKernels:
         return self.place(parts, precise, None)
 
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
-        return self._host.inner.unpack_gguf(name, type_name, rows, columns)
+        return self._host.unpack_gguf(name, type_name, rows, columns)
 
     def place(
         self,
@@ -139,7 +139,7 @@ class PlacedKernels:
                 place = Uncut(place, kept.shape[0] // 2)
             return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
         with self._inner.temporary_weights():
-            whole = self._host.inner.pack_parts(parts, precise)
+            whole = self._host.pack_parts(parts, precise)
             num_rows = whole.shape[0] // (2 if is_paired else 1)
             if place is not None and is_paired and num_rows % PANEL_ROWS:
                 # The second half does not begin where a weight can be cut.
@@ -165,10 +165,10 @@ class PlacedKernels:
     ) -> Any:
         """A matrix that stays on the host as a whole, packed where it stays."""
         if self.compression is None or not is_compressed:
-            return self._host.inner.pack_parts(parts, precise)
+            return self._host.pack_parts(parts, precise)
         with self._inner.temporary_weights():
-            whole = self._host.inner.pack_parts(parts, precise)
-            made = self.compression.compress(whole, self._host.inner, self._inner.keep)
+            whole = self._host.pack_parts(parts, precise)
+            made = self.compression.compress(whole, self._host, self._inner.keep)
             return made or whole.gather([(0, whole.shape[0])], self._inner.keep)
 
     def _store(self, pieces: list[Tensor]) -> Tensor:
