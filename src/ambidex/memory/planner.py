@@ -35,6 +35,7 @@ from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
     check_room_for_weights,
+    comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
     room_for_kv,
@@ -214,6 +215,7 @@ def _plan(
         beside = graph_bytes(sizes, captured) + rope_bytes(shape, length)
         share = ASKED_KV_SHARE
         kv_room = room_for_kv(groups, cache, limits, length, is_given)
+        of_kv = "the KV cache"
         least_steps = step_bytes(length if is_given else 1)
         unpacked = _unpacked_bytes(shape, config)
         needs = {
@@ -221,9 +223,18 @@ def _plan(
             "captured steps (none with --enforce-eager)": graph_bytes(sizes, captured),
             "tables of positions": rope_bytes(shape, length),
             "decompressing a weight": unpacked,
-            "the KV cache": kv_room,
+            of_kv: kv_room,
         }
         check_room_for_weights(lane, needs)
+        comfortable = comfortable_kv_bytes(
+            config.offload,
+            shape.weight_bytes,
+            lane.free_bytes - sum(needs.values()),
+            lane.capacity_bytes,
+            host.free_bytes - step_bytes(1),
+        )
+        kv_room = room_for_kv(groups, cache, limits, length, is_given, comfortable)
+        needs[of_kv] = kv_room
         placement, cache_bytes = plan_with_cache(
             shape.modules,
             lambda num_bytes: plan_placement(

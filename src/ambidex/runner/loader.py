@@ -45,6 +45,7 @@ from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
     check_room_for_weights,
+    comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
     layer_bytes,
@@ -231,7 +232,19 @@ def _load_on(
             "decompressing a weight": streaming.staging_bytes,
             "the KV cache": kv_room,
         }
-        check_room_for_weights(accelerator.ledger, needs)
+        ledger = accelerator.ledger
+        check_room_for_weights(ledger, needs)
+        left = ledger.free_bytes - sum(needs.values())
+        comfortable = comfortable_kv_bytes(
+            config.offload,
+            sum(planned.values()),
+            left,
+            ledger.capacity_bytes,
+            hands.host.ledger.free_bytes - step_bytes(1),
+        )
+        kv_room = room_for_kv(
+            group_sizes, cache, config.scheduler, max_model_len, is_length_given, comfortable
+        )
     shape = built_shape(model, groups, step_sizes, planned)
     places = plan_places(
         config,
