@@ -40,6 +40,9 @@ def limit_examples(most: int) -> None:
 if "AMBIDEX_TEST_EXAMPLES" in os.environ:
     limit_examples(int(os.environ["AMBIDEX_TEST_EXAMPLES"]))
 
+# Lets the tests of this folder import ``llm_helpers``, which lies beside them.
+sys.path.insert(0, str(Path(__file__).parent))
+
 IS_CI = os.environ.get("CI", "").lower() == "true"
 
 
