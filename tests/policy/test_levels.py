@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,15 @@ def test_the_records_in_the_repository_are_whole() -> None:
     for record in recorded.values():
         assert {"passed", "cpu", "date", "tests", "version"} <= set(record)
         assert record["tests"] > 0
+
+
+def test_what_is_recorded_was_tested_in_every_family_of_kernels() -> None:
+    root = Path(__file__).parents[2]
+    found = re.search(r"set\(all_families ([\w ]+)\)", (root / "CMakeLists.txt").read_text())
+    assert found
+    # benchmarks/record_levels.py runs these files.
+    files = {path.name for path in root.glob("tests/kernels/test_native_*.py")}
+    assert {f"test_native_{family}.py" for family in found[1].split()} <= files
 
 
 def test_one_machine_has_one_name() -> None:

@@ -99,6 +99,11 @@ NB_MODULE(_native, module) {
         });
     module.def("supported_levels", &supported_levels);
     module.def("permit_tiles", &permit_tiles);
+#if defined(AMBIDEX_EMULATED_TILES)
+    module.attr("EMULATED_TILES") = true;
+#else
+    module.attr("EMULATED_TILES") = false;
+#endif
     module.attr("ROWS_TOKENS") = Rows::kTokens;
     module.attr("ROWS_LOGITS") = Rows::kLogits;
 #define AMBIDEX_FAMILY(name) bind_##name(module);
