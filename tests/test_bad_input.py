@@ -236,6 +236,14 @@ def test_a_folder_whose_files_are_pipes(call_command: Command, broken: Callable[
         assert_refused(call_command("run", folder, "-p", "x"), folder)
 
 
+def test_a_chat_template_that_is_a_pipe(call_command: Command, broken: Callable[..., str]) -> None:
+    templates = Path(broken(), "additional_chat_templates")
+    templates.mkdir()
+    os.mkfifo(templates / "default.jinja")
+    done = call_command("run", str(templates.parent), "-p", "x")
+    assert_refused(done, "default.jinja is a pipe, not a regular file")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
