@@ -105,9 +105,14 @@ def memory_report(
     }
 
 
+def describe_threads(info: EngineInfo) -> str:
+    """How many threads compute, in words."""
+    return "1 thread" if info.cpu_threads == 1 else f"{info.cpu_threads} threads"
+
+
 def describe(info: EngineInfo) -> list[str]:
     """Lines for the log at start-up; the last two are those that vLLM users look for."""
-    threads = "1 thread" if info.cpu_threads == 1 else f"{info.cpu_threads} threads"
+    threads = describe_threads(info)
     rows = [
         ("model", info.model),
         ("source", info.source),

@@ -24,6 +24,7 @@ from ambidex.weights.headers import (
     map_file,
     read_gguf_header,
     release_pages,
+    require_whole,
 )
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class GGUFSource:
         out = result.view(rows.shape[0], -1).numpy()
         step = max(1, _SLICE_VALUES // out.shape[1])
         for start in range(0, len(out), step):
+            self._require_whole(tensor)
             out[start : start + step] = _dequantise(
                 rows[start : start + step], tensor.info, self.header
             )
@@ -205,6 +207,11 @@ class GGUFSource:
         plain = torch.from_numpy(self._packed_rows(tensor, writable=True))
         return plain.view(getattr(torch, _PLAIN[kind]))
 
+    def _require_whole(self, tensor: MappedTensor) -> None:
+        """Raises InvalidModelError where the tensor's file has become shorter."""
+        header = self._files[tensor.info.name]
+        require_whole(header.buffer, header.path)
+
     def _packed_rows(self, tensor: MappedTensor, *, writable: bool = False) -> numpy.ndarray:
         """The tensor as the file packs it: uint8 [rows, bytes per row], rows in our order.
 
@@ -220,11 +227,7 @@ class GGUFSource:
             if path not in self._writable:
                 self._writable[path] = map_file(path, "GGUF", 24, writable=True)
             buffer = self._writable[path]
-            if start + num_bytes > len(buffer):
-                raise InvalidModelError(
-                    f"{path} became shorter while it was read ({len(buffer)} bytes). "
-                    f"{DOWNLOAD_AGAIN}"
-                )
+        self._require_whole(tensor)
         packed = numpy.frombuffer(buffer, numpy.uint8, count=num_bytes, offset=start)
         num_rows = math.prod(shape[:-1])
         rows = packed.reshape(num_rows, -1)
