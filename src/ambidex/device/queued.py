@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ambidex.errors import DeviceError
+from ambidex.kernels.rows import TensorRows
 
 if TYPE_CHECKING:
     from ambidex.device.base import Stream
@@ -53,6 +54,11 @@ def memory_of(operand: Any) -> list[Tensor]:
 
     operand.moved(note)
     return found
+
+
+def rows_of(parts: Sequence[Any]) -> TensorRows | None:
+    """The only part of a matrix, where it is read some rows at a time."""
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], TensorRows) else None
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -107,14 +113,14 @@ class QueuedKernels:
 
     # ---------------------------------------------------------------- weights, made on the host
 
-    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
+    def pack(self, weight: Tensor | Quantized | TensorRows, precise: bool = False) -> Weight:
         with self._alone():
             return self.inner.pack(weight, precise)
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return self.inner.packed_bytes(shape, dtype)
 
-    def pack_table(self, weight: Tensor | Quantized) -> Weight:
+    def pack_table(self, weight: Tensor | Quantized | TensorRows) -> Weight:
         with self._alone():
             return self.inner.pack_table(weight)
 
@@ -125,7 +131,9 @@ class QueuedKernels:
     def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return self.inner.head_bytes(shape, dtype)
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
+    def pack_parts(
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False
+    ) -> Weight:
         with self._alone():
             return self.inner.pack_parts(parts, precise)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.memory.host import give_freed_memory_back
 from ambidex.weights.gguf_names import (
     MappedTensor,
     config_from_header,
@@ -166,6 +167,26 @@ class GGUFSource:
         if tensor.offset:
             result -= tensor.offset
         return result
+
+    def row_reader(self, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """``read(a, b)`` gives rows ``a`` to ``b`` of a matrix as :meth:`load` does; None for what
+        is no matrix."""
+        import torch
+
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 2 or tensor.offset:
+            return None
+        rows = self._packed_rows(tensor)
+
+        def read(start: int, end: int) -> torch.Tensor:
+            values = _dequantise(rows[start:end], tensor.info, self.header)
+            # Plain numbers lie in the mapped file, which torch may not be given.
+            values = values if values.flags.writeable else values.copy()
+            # The C library would keep what unpacking took, in pieces.
+            give_freed_memory_back()
+            return torch.from_numpy(values.reshape(end - start, tensor.shape[1]))
+
+        return read
 
     def quantized_form(self, name: str) -> Form | None:
         """How :meth:`load_quantized` gives the tensor; None where that is a plain tensor."""
