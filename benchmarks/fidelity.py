@@ -1,12 +1,14 @@
 """What quantised computation costs in quality: perplexity and KL against float32.
 
     python benchmarks/fidelity.py MODEL [MODEL ...] [--text FILE] [--tokens 20000] [--context 512]
-        [--option NAME=VALUE ...]
+        [--option NAME=VALUE ...] [--reference MODEL] [--tokenizer FOLDER_OR_FILE]
 
 Each model runs twice in the same engine: as its options say, and with ``--dtype float32``, which
-computes the dequantised weights exactly. The text is cut into windows of ``context`` tokens, and
-every token of a window but the first is scored by those before it. The KL divergence is that of the
-two distributions at each scored position, from float32's, in nats.
+computes the dequantised weights exactly. Weights that are quantised on load need a reference that
+holds what they become: ``benchmarks/make_models.py folder ... --as int8-values``. The text is cut
+into windows of ``context`` tokens, and every token of a window but the first is scored by those
+before it. The KL divergence is that of the two distributions at each scored position, from
+float32's, in nats.
 """
 
 from __future__ import annotations
@@ -136,18 +138,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20000)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--reference", help="whose float32 weights count, if not each model's own")
+    parser.add_argument("--tokenizer", help="of both, where the files have none")
     args = parser.parse_args()
-    options: dict[str, Any] = dict(option.split("=", 1) for option in args.option)
+    shared = {"tokenizer": args.tokenizer} if args.tokenizer else {}
+    options: dict[str, Any] = shared | dict(option.split("=", 1) for option in args.option)
     print(f"{args.text.name}, at most {args.tokens} tokens, windows of {args.context}")
     print("| model | tokens | perplexity | float32 | change | mean KL | largest KL | same best |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for model in args.models:
         with load(model, args.context, **options) as ours:
             token_ids = ours.get_tokenizer().encode(args.text.read_text())[: args.tokens]
-            with load(model, args.context, dtype="float32") as reference:
+            source = args.reference or model
+            with load(source, args.context, dtype="float32", **shared) as reference:
                 found = compare(ours, reference, token_ids, args.context)
+        label = " ".join([Path(model).name, *args.option])
         print(
-            f"| {Path(model).name} | {found.num_tokens} | {found.perplexity:.4f} | "
+            f"| {label} | {found.num_tokens} | {found.perplexity:.4f} | "
             f"{found.reference_perplexity:.4f} | {found.perplexity_change:+.3%} | "
             f"{found.mean_kl:.6f} | {found.max_kl:.4f} | {found.same_best:.2%} |",
             flush=True,

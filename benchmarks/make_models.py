@@ -2,15 +2,21 @@
 
     python benchmarks/make_models.py requantise SOURCE.gguf TARGET.gguf --type Q8_0
     python benchmarks/make_models.py random SOURCE.gguf TARGET.gguf [--type Q8_0]
+    python benchmarks/make_models.py folder SOURCE.gguf TARGET --as awq
 
 ``requantise`` dequantises every matrix of SOURCE and writes it as Q8_0, F16, BF16 or F32.
 ``random`` writes a model of Qwen2-1.5B's shape with random weights, and the tokenizer of SOURCE,
 filled up to the size of its vocabulary. Both write one tensor at a time. Needs the gguf package.
+``folder`` writes SOURCE as a Hugging Face folder without a tokenizer: ``plain``; ``int8-values``
+and ``int4-values``, whose matrices have the values that ``--quantization`` gives them; ``awq``,
+``gptq`` and ``gptq-order`` in 4 bits and groups of 64, by the writers of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,10 @@ _HEAD_WIDTH = WIDTH // HEADS
 _SPREAD = 0.02
 #: llama.cpp's file type of each type, as the header names it.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+
+#: Kinds of folders, and the columns that share a scale in AWQ and GPTQ.
+FOLDERS = ("plain", "int8-values", "int4-values", "awq", "gptq", "gptq-order")
+GROUP = 64
 
 #: Name, shape as PyTorch has it, type, and what makes its bytes.
 Tensor = tuple[str, tuple[int, ...], Type, Callable[[], Any]]
@@ -168,13 +178,56 @@ def filled_up(fields: list[Any]) -> list[Any]:
     return filled
 
 
+def write_folder(source: Path, target: Path, kind: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from ambidex.quant.on_load import quantise
+    from ambidex.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    target.mkdir(parents=True)
+    config = {name: value for name, value in checkpoint.config.values.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = {}
+    for name in checkpoint.tensor_names():
+        tensor = checkpoint.load(name)
+        if tensor.dim() == 2 and kind.endswith("-values"):
+            tensor = quantise(name, tensor, kind.removesuffix("-values")).dequantise()
+        elif tensor.dim() == 2:
+            tensor = tensor.to(torch.float16)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, target / "model.safetensors")
+    if kind in ("awq", "gptq", "gptq-order"):
+        quantise_folder(target, kind)
+
+
+def quantise_folder(folder: Path, kind: str) -> None:
+    """The tests' writers compute the published layouts one number at a time: it takes minutes."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "weights"))
+    import quantised_checkpoints as writers
+
+    is_ordered = kind == "gptq-order"
+    if kind == "awq":
+        pack = writers.awq(GROUP)
+        table = {"quant_method": "awq", "version": "gemm", "zero_point": True}
+    else:
+        pack = writers.gptq(4, GROUP, symmetric=not is_ordered, act_order=is_ordered)
+        table = {"quant_method": "gptq", "sym": not is_ordered, "desc_act": is_ordered}
+    writers.quantise_folder(folder, pack, table | {"bits": 4, "group_size": GROUP})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("requantise", "random"))
+    parser.add_argument("what", choices=("requantise", "random", "folder"))
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--type", choices=tuple(_FILE_TYPES), default="Q8_0")
+    parser.add_argument("--as", dest="kind", choices=FOLDERS, default="plain")
     args = parser.parse_args()
+    if args.what == "folder":
+        write_folder(args.source, args.target, args.kind)
+        return
     make = requantise if args.what == "requantise" else random_qwen2
     make(args.source, args.target, args.type)
 

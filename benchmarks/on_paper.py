@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ambidex.config import OffloadConfig
+from ambidex.config import EngineConfig, ModelConfig, OffloadConfig
 from ambidex.memory.cost_model import CostModel, StepTime, bound
 from ambidex.memory.judge import Mix
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
@@ -24,6 +24,7 @@ from ambidex.memory.placement import PlacementPlan, plan_placement
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
 from ambidex.memory.weight_places import Placement, WeightKind
+from ambidex.weights.shape import model_shape
 
 HERE = Path(__file__).parent
 TOKENS = tuple(1 << n for n in range(13))
@@ -80,30 +81,9 @@ def llama_like(
     )
 
 
-def llama_70b() -> ModelShape:
-    """Llama-3-70B: 70.6 billion parameters, 141 GB."""
-    return llama_like(
-        "Llama-3-70B",
-        layers=80,
-        hidden=8192,
-        intermediate=28672,
-        heads=64,
-        kv_heads=8,
-        vocab=128256,
-    )
-
-
-def qwen_32b() -> ModelShape:
-    """Qwen2.5-32B: 32.8 billion parameters, 65.5 GB (its few biases left out)."""
-    return llama_like(
-        "Qwen2.5-32B",
-        layers=64,
-        hidden=5120,
-        intermediate=27648,
-        heads=40,
-        kv_heads=8,
-        vocab=152064,
-    )
+def public(name: str) -> ModelShape:
+    """A model of the built-in list, weights and KV cache in bfloat16."""
+    return model_shape(name, EngineConfig(ModelConfig(name, dtype="bfloat16")))
 
 
 def machine(
@@ -161,7 +141,7 @@ def cases() -> list[Case]:
         dram=80e9,
         host_flops=1e12,
     )
-    return [Case(llama_70b(), first, 5e9), Case(qwen_32b(), second, 2e9)]
+    return [Case(public("llama-3-70b"), first, 5e9), Case(public("qwen2.5-32b"), second, 2e9)]
 
 
 @dataclass(frozen=True, slots=True)

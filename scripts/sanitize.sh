@@ -3,13 +3,14 @@
 # thread group's stress test under ThreadSanitizer. Usage: scripts/sanitize.sh [PYTEST ARGUMENTS]
 #
 # PYTHON names the interpreter, which has the test tools; CXX the compiler (g++). LEVELS are the
-# instruction sets ("v3;v4_vnni"; a test uses those that the machine has); TEST_EXAMPLES (4) is how
-# many examples a test of random shapes gets.
+# instruction sets ("v3;v4_vnni;amx"; a test uses those that the machine has, and amx with tiles that
+# are emulated wherever there is v4_vnni); TEST_EXAMPLES (4) is how many examples a test of random
+# shapes gets.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$PWD/.venv/bin/python}
 cxx=${CXX:-g++}
-levels=${LEVELS:-v3;v4_vnni}
+levels=${LEVELS:-v3;v4_vnni;amx}
 
 say() { printf '%s\n' "sanitize: $*" >&2; }
 
@@ -38,7 +39,8 @@ build build/tsan pool_test -DAMBIDEX_SANITIZE=thread -DAMBIDEX_TESTS=ON -DAMBIDE
 TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1 build/tsan/pool_test
 
 say "building the kernels with AddressSanitizer and UndefinedBehaviorSanitizer ($levels)"
-build build/asan _native -DAMBIDEX_SANITIZE=address,undefined "-DAMBIDEX_LEVELS=$levels"
+build build/asan _native -DAMBIDEX_SANITIZE=address,undefined "-DAMBIDEX_LEVELS=$levels" \
+    -DAMBIDEX_EMULATED_TILES=ON
 
 # Python is not built with the sanitizer, so its library has to be loaded first; and what Python
 # and PyTorch hold until the end are no leaks of ours.

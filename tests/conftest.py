@@ -40,7 +40,26 @@ def limit_examples(most: int) -> None:
 if "AMBIDEX_TEST_EXAMPLES" in os.environ:
     limit_examples(int(os.environ["AMBIDEX_TEST_EXAMPLES"]))
 
+# Lets the tests of this folder import ``llm_helpers``, which lies beside them.
+sys.path.insert(0, str(Path(__file__).parent))
+
 IS_CI = os.environ.get("CI", "").lower() == "true"
+
+
+def limit_levels(forced: str) -> None:
+    """Tests that choose among levels, or compare them, get ``forced`` and the plainest."""
+    from ambidex.kernels.cpu.library import load
+
+    library = load()
+    supported = library.supported_levels()
+    if forced not in supported:
+        raise pytest.UsageError(f"AMBIDEX_CPU_LEVEL={forced}: there are {', '.join(supported)}.")
+    kept = [level for level in supported if level in (supported[0], forced)]
+    library.supported_levels = lambda: list(kept)
+
+
+if os.environ.get("AMBIDEX_CPU_LEVEL"):
+    limit_levels(os.environ["AMBIDEX_CPU_LEVEL"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

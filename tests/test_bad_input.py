@@ -236,6 +236,14 @@ def test_a_folder_whose_files_are_pipes(call_command: Command, broken: Callable[
         assert_refused(call_command("run", folder, "-p", "x"), folder)
 
 
+def test_a_chat_template_that_is_a_pipe(call_command: Command, broken: Callable[..., str]) -> None:
+    templates = Path(broken(), "additional_chat_templates")
+    templates.mkdir()
+    os.mkfifo(templates / "default.jinja")
+    done = call_command("run", str(templates.parent), "-p", "x")
+    assert_refused(done, "default.jinja is a pipe, not a regular file")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -245,6 +253,8 @@ def test_a_folder_whose_files_are_pipes(call_command: Command, broken: Callable[
         ("hidden_size", 1_000_000_000, "64 columns"),
         ("num_experts", 1_000_000_000, "4096"),
         ("head_dim", 1_000_000_000, "65536"),
+        ("head_dim", 15, "must be an even number"),
+        ("partial_rotary_factor", 0.2, "of which 3 are to be rotated"),
         ("num_key_value_heads", 3, "must divide"),
         ("rms_norm_eps", "x", "a number"),
         ("rms_norm_eps", float("inf"), "a number"),

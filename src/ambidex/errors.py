@@ -6,6 +6,8 @@ except a forbidden status transition, which is :class:`InvalidRequestError`.
 
 from __future__ import annotations
 
+import errno
+
 
 class AmbidexError(Exception):
     """Base of all errors that are shown to a user in one line, without a traceback."""
@@ -36,7 +38,21 @@ class DownloadError(AmbidexError):
 
 
 class OutOfMemory(AmbidexError):
-    """A reservation would exceed the capacity of a memory."""
+    """A reservation would exceed the capacity of a memory, or the system gives no more."""
+
+
+def memory_refusal(error: BaseException) -> OutOfMemory | None:
+    """The OutOfMemory behind an error of Python's, PyTorch's or the system's that means that no
+    memory was given; None for any other error."""
+    # PyTorch has no class of its own for it.
+    is_torch_s = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    is_system_s = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (isinstance(error, MemoryError) or is_torch_s or is_system_s):
+        return None
+    return OutOfMemory(
+        "The system refused to give more memory. Free memory, raise this process's limit "
+        "(ulimit -v), or ask for less: --max-model-len, --max-num-batched-tokens."
+    )
 
 
 class RequestError(AmbidexError):

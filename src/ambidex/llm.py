@@ -24,7 +24,7 @@ from ambidex.engine.output import RequestOutput
 from ambidex.engine.progress import Progress
 from ambidex.engine.summary import memory_report
 from ambidex.engine.tokenizer import Tokenizer
-from ambidex.errors import EngineDeadError, RequestError
+from ambidex.errors import EngineDeadError, RequestError, memory_refusal
 from ambidex.options import resolve_keywords
 from ambidex.request import EngineRequest, SamplingParams
 
@@ -60,13 +60,17 @@ class LLM:
         self._lock = threading.RLock()
         #: Held only while ``_engine`` is taken away.
         self._closing = threading.Lock()
-        self._engine: Engine | None = Engine(config)
+        self._engine: Engine | None = None
         try:
+            self._engine = Engine(config)
             self.info = self._engine.info()
             self._frontend = default_frontend(config, self.info)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            refused = memory_refusal(error)
+            if refused is None:
+                raise
+            raise refused from None
         self.notes += [*self.info.notes, *self._frontend.notes]
         for note in self.notes if is_resolved_here else ():
             logger.warning(note)

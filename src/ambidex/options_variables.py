@@ -47,7 +47,7 @@ KNOWN_VARIABLES: tuple[Option, ...] = (
         "AMBIDEX_CPU_LEVEL",
         WORKS,
         default_help="the best that was tested",
-        help="Instruction-set level of the native kernels: generic, v3, v4 or v4_vnni.",
+        help="Instruction-set level of the native kernels: generic, v3, v4, v4_vnni or amx.",
     ),
     Option("AMBIDEX_NATIVE_DIR", WORKS, help="Folder with another build of the native kernels."),
     Option("AMBIDEX_TORCH", WORKS, help="cpu, default or skip: which torch the set-up installs."),

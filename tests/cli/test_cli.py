@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def test_run_streams_text_to_stdout_and_all_else_to_stderr(
     assert done.code == 0
     text = json.loads(call_command("run", model, "-p", "hello", *GREEDY, "--json").out)["text"]
     assert done.out == text + "\n"
-    first, second, last = done.err.splitlines()
+    first, second, third, last = done.err.splitlines()
     assert first.startswith(f"ambidex: path {model} (safetensors, float32)")
     assert second.startswith("ambidex: float32") and "context of" in second
+    assert re.fullmatch(r"ambidex: KV cache in float32; kernels: native, \w+, \d threads?", third)
     assert "8 tokens at" in last and "tokens per second (length)" in last
     # No bar and no colour without a terminal.
     assert "\x1b" not in done.out + done.err and "\r" not in done.err
@@ -151,7 +153,7 @@ def test_a_closed_pipe_ends_the_command_quietly(model: str) -> None:
     process.stdout.close()
     errors = process.stderr.read().decode()
     assert process.wait(timeout=60) == 141
-    assert "Traceback" not in errors and "Exception" not in errors and errors.count("\n") == 2
+    assert "Traceback" not in errors and "Exception" not in errors and errors.count("\n") == 3
 
 
 def test_standard_error_in_the_same_closed_pipe(model: str) -> None:

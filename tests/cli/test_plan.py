@@ -16,10 +16,10 @@ import pytest
 
 from ambidex.cli.plan_rows import Shares, by_layer, by_part, runs
 from ambidex.cli.plan_svg import ACCOUNT_COLOURS, SHARE_COLOURS, draw
-from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, describe, refused, seconds, to_json
+from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, describe, refused, to_json
 from ambidex.config import EngineConfig, ModelConfig, OffloadConfig, SchedulerConfig
 from ambidex.memory import planner
-from ambidex.memory.ledger import ACCOUNTS, format_bytes
+from ambidex.memory.ledger import ACCOUNTS, format_bytes, format_seconds
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.planner import Plan, PlanRefused, Prediction, Proposal
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
@@ -194,7 +194,7 @@ def test_all_accounts_and_shares_have_names_and_colours_of_their_own() -> None:
     [(123.4, "123 s"), (1.0, "1.00 s"), (0.0999, "99.9 ms"), (2e-5, "20.0 us"), (0.0, "0.00 us")],
 )
 def test_seconds_have_three_digits(value: float, text: str) -> None:
-    assert seconds(value) == text
+    assert format_seconds(value) == text
 
 
 def test_proposals_say_what_each_costs() -> None:

@@ -95,7 +95,7 @@ def test_a_share_of_the_peak_is_reached() -> None:
     assert host.product("float32").flops(1) == pytest.approx(12 * 2.5e9 * 32 * REACHED_ARITHMETIC)
     # Small cores are half of one.
     assert find_host("13900k").product("float32").flops(1) == pytest.approx(
-        16 * 4.3e9 * 32 * REACHED_ARITHMETIC
+        16 * 4.9e9 * 32 * REACHED_ARITHMETIC
     )
 
 

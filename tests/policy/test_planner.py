@@ -36,7 +36,7 @@ from ambidex.memory.weight_places import Placement
 on_paper: Any = paper.load()
 CASES = {case.shape.name: case for case in on_paper.cases()}
 ROWS = {name: list(on_paper.rows(case)) for name, case in CASES.items()}
-LLAMA, QWEN = "Llama-3-70B", "Qwen2.5-32B"
+LLAMA, QWEN = "llama-3-70b", "qwen2.5-32b"
 
 
 # --- on paper -----------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_what_both_hands_gain_on_the_large_machine() -> None:
     assert one.compute_s / one.auto.seconds > 1.1, "rows are split at one token too"
     assert one.auto.limit == "DRAM"
     assert some.pure_s / some.auto.seconds == pytest.approx(1.5, abs=0.05)
-    assert many.pure_s / many.auto.seconds == pytest.approx(1.9, abs=0.06)
+    assert many.pure_s / many.auto.seconds == pytest.approx(1.95, abs=0.06)
 
 
 def test_what_both_hands_gain_on_the_small_machine() -> None:
@@ -192,7 +192,7 @@ def test_only_the_queue_decides() -> None:
     for tokens in (1 << n for n in range(13)):
         load = StepLoad(tokens, 1, 1)
         best = min(model.seconds(load, n / 256) for n in range(257))
-        assert model.seconds(load, table) <= 1.01 * best, tokens
+        assert model.seconds(load, table) <= 1.02 * best, tokens
         shares[tokens] = table.share(tokens)
     assert shares[1] < 0.1 and shares[4096] > 0.9
     # T* = 1e12 / 25e9 = 40 tokens.

@@ -179,3 +179,6 @@ def test_chat_template_option(tmp_path: Path) -> None:
     assert read_chat_template("{{ 1 }}") == "{{ 1 }}"
     with pytest.raises(OptionError, match="--chat-template"):
         read_chat_template(str(tmp_path / "missing"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="pipe is no regular file"):
+        read_chat_template(str(tmp_path / "pipe"))

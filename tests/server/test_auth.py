@@ -32,7 +32,7 @@ def guarded() -> Iterator[Server]:
 def test_the_key_is_needed(guarded: Server) -> None:
     answer = guarded.client("sk-one").completions.create(model="fake", prompt="a", max_tokens=1)
     assert answer.choices[0].text == "b"
-    for key in ("wrong", "sk-on", "sk-one2", "SK-ONE"):
+    for key in ("sk-other", "sk-on", "sk-one2", "SK-ONE"):
         with pytest.raises(openai.AuthenticationError) as caught:
             guarded.client(key).completions.create(model="fake", prompt="a")
         assert caught.value.code == "invalid_api_key"
@@ -40,7 +40,7 @@ def test_the_key_is_needed(guarded: Server) -> None:
     assert missing.status_code == 401
     assert missing.headers["www-authenticate"] == "Bearer"
     assert "Bearer" in missing.json()["error"]["message"]
-    for secret in ("sk-one", "wrong"):
+    for secret in ("sk-one", "sk-other"):
         assert secret not in guarded.log
 
 

@@ -72,6 +72,23 @@ def test_bad_json(server: Server, path: str, body: bytes) -> None:
     check_error(server.post(path, content=body), 400)
 
 
+def test_the_log_has_the_reason_and_not_the_prompt(server: Server) -> None:
+    body = {"prompt": "between you and me", "temperature": -1}
+    check_error(server.post(COMPLETIONS, body), 400, "temperature")
+    assert server.get("/nothing/here").status_code == 404
+    server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+
+    def lines(start: str) -> list[str]:
+        return [line for line in server.log.splitlines() if start in line]
+
+    wait_until(lambda: lines(" GET /nothing/here 404"), "the line of a request")
+    assert "reason=There is no GET /nothing/here here." in lines(" GET /nothing/here 404")[-1]
+    refused = lines(f" POST {COMPLETIONS} 400 ")
+    assert any("reason='temperature' must be" in line for line in refused)
+    assert "between you and me" not in server.log
+    assert not any("reason=" in line for line in lines(f" POST {COMPLETIONS} 200"))
+
+
 @pytest.mark.parametrize(
     ("values", "param"),
     [

@@ -1,5 +1,5 @@
-"""``load_and_measure.py FOLDER DEVICE MODE``: loads a model beside an accelerator and prints, as
-JSON, what that took of either memory."""
+"""``load_and_measure.py TINY MODEL DEVICE MODE KV_MIB``: loads a model beside an accelerator and
+prints, as JSON, what that took of either memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Sampler:
 
 
 def main() -> None:
-    tiny, folder, device, mode = sys.argv[1:]
+    tiny, folder, device, mode, kv_mib = sys.argv[1:]
     offload = OffloadConfig()
     if mode != "auto":
         offload = OffloadConfig(patterns=("layers.*",), mode=mode)
@@ -64,7 +64,7 @@ def main() -> None:
     Engine(make_config(Path(tiny), device, OffloadConfig(patterns=("*",), mode="stream"))).close()
     before = anonymous_bytes()
     sampler = Sampler()
-    limits = {"max_num_seqs": 4, "kv_cache_bytes": 4 << 20}
+    limits = {"max_num_seqs": 4, "kv_cache_bytes": int(kv_mib) << 20}
     engine = Engine(make_config(Path(folder), device, offload, dtype="float32", **limits))
     peak = sampler.stop()
     accelerator = engine.lane.hands.accelerator

@@ -130,8 +130,10 @@ def test_what_nobody_asks_for_is_let_go(lane: Lane) -> None:
         gc.collect()
         taken.append(lane.device.taken_bytes("activations"))
     assert max(taken) <= 6 * x.nbytes
+    # The host catches up in its own stream.
+    there = lane.kernels._to_host(y)
     lane.kernels._host.stream.record().wait()
-    assert torch.equal(lane.kernels._to_host(y), y)
+    assert torch.equal(there, y)
     lane.device.synchronize()
     assert torch.equal(lane.fetch(y), x * 4096)
 

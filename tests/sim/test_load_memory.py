@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from lane_harness import make_config, prompts, run
+from safetensors.torch import load_file, save_file
+
+from ambidex.kernels.rows import CHUNK_BYTES
 
 HERE = Path(__file__).parent
 
@@ -38,6 +41,33 @@ def large(sim_model: Callable[..., Path]) -> Path:
     return folder
 
 
+def test_a_table_that_is_larger_than_layers(sim_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A table of another type than the file's is read, packed and put in its place some rows at a
+    time: it is never there twice."""
+    source, folder = sim_model("llama", vocab_size=131072, hidden_size=256), tmp_path / "wide"
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, folder / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "load_and_measure.py"), str(sim_model("llama")), str(folder),
+         DEVICE.replace("64MiB", "1GiB"), "compute", "4"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    got: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    table_bytes = 4 * 131072 * 256
+    assert got["device_weights"] > table_bytes
+    assert got["peak_beyond_end"] <= 3 * CHUNK_BYTES + FIXED_BYTES < table_bytes // 3, got
+
+
 LAYER_BYTES = 4 * 512 * (512 + 2 * 32 + 512 + 3 * 1408)
 
 
@@ -45,7 +75,7 @@ LAYER_BYTES = 4 * 512 * (512 + 2 * 32 + 512 + 3 * 1408)
 def test_a_checkpoint_three_times_the_device(sim_model: Callable[..., Path], large: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(HERE / "load_and_measure.py"), str(sim_model("llama")), str(large),
-         DEVICE, "auto"],
+         DEVICE, "auto", "4"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -541,7 +541,7 @@ def test_a_step_as_large_as_the_limit(
     config = make_config(folder, SIM, **limits)
     at_leisure = run(config, inputs, 4)
     assert_same(at_leisure, expected, 4)
-    gate, execute, settle = threading.Event(), Stream._execute, SimDevice._settle
+    gate, execute, settle = threading.Event(), Stream._execute, SimDevice.settle
 
     def held(self: Stream, item: Any) -> None:
         if self.name == "compute":
@@ -556,7 +556,7 @@ def test_a_step_as_large_as_the_limit(
         accelerator: Any = engine.lane.hands.accelerator
         peaks.append(accelerator.ledger.reserved_bytes("activations"))
         monkeypatch.setattr(Stream, "_execute", held)
-        monkeypatch.setattr(SimDevice, "_settle", noted)
+        monkeypatch.setattr(SimDevice, "settle", noted)
 
     peaks: list[int] = []
     ran = run(config, inputs, 4, prepare=hold)

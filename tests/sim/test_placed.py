@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_memory import HostMemory
 from ambidex.device.queued import QueuedKernels
 from ambidex.device.sim import SimDevice, make_sim
 from ambidex.errors import DeviceError, OutOfMemory
+from ambidex.kernels import rows
 from ambidex.kernels.quantized import Quantized
 from ambidex.layers.module import Place
 from ambidex.memory.cost_model import ComputeRate
 from ambidex.quant.on_load import quantise
-from ambidex.runner.hands import HostMemory
 from ambidex.weights.placed import PlacedKernels
 from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes, row_ranges
 from ambidex.weights.streamer import Streamer, staged_bytes
@@ -431,3 +432,27 @@ def test_without_its_event_a_ring_fails(lane: Lane, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(lane.device.compute), "wait", lambda self, event: None)
     with pytest.raises(DeviceError, match="reads memory that copy_in has not yet written"):
         step(lane, weights, lane.device.store(x, "activations"))
+
+
+@pytest.mark.parametrize("count", [0, 64, 192, 200])
+def test_rows_that_are_read_a_few_at_a_time(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Each goes to its place; what is there in the end is what a whole matrix would be."""
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 14)
+    weight, asked = torch.randn(200, 48), list[int]()
+
+    def read(start: int, end: int) -> torch.Tensor:
+        asked.append(end - start)
+        return weight[start:end]
+
+    place = Place(count, lambda _: 0)
+    made = lane.kernels.place([rows.TensorRows((200, 48), torch.float32, read)], True, place)
+    lane.stream()
+    assert max(asked) <= 64 and sum(asked) == 200
+    assert isinstance(made, PlacedWeight) == (count < 200)
+    if isinstance(made, PlacedWeight):
+        assert (made.num_resident, made.num_host) == (count, 200 - count)
+    x = torch.randn(3, 48)
+    got = lane.fetch(lane.kernels.linear(x, made))
+    assert torch.equal(got, lane.plain.linear(x, lane.plain.pack(weight)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,9 +394,9 @@ def test_every_operation_is_checked() -> None:
     """None is missing above."""
     calls = {name for name in vars(QueuedKernels) if not name.startswith("_")}
     others = {
-        "can_record", "rate", "put", "fetch", "begin_step", "end_step", "pack", "packed_bytes",
-        "pack_table", "pack_head", "head_bytes", "pack_parts", "unpack_gguf", "kv_layout",
-        "compress_words", "decompress_words",
+        "can_record", "memory", "rate", "put", "fetch", "begin_step", "end_step", "pack",
+        "packed_bytes", "pack_table", "pack_head", "head_bytes", "pack_parts", "unpack_gguf",
+        "kv_layout", "compress_words", "decompress_words",
     }  # fmt: skip
     assert calls - others == set(operations())
 
@@ -487,3 +488,22 @@ def test_a_name_that_is_nearly_right(toy: list[str]) -> None:
 def test_an_engine_names_the_device_that_is_not_there(sim_model: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match="--device tpu: there is no such device"):
         run(make_config(sim_model("llama"), "tpu"))
+
+
+def test_one_thread_at_a_time_uses_a_table(device: SimDevice) -> None:
+    """Packing while launched work computes would share the table's threads: an error."""
+    kernels: Any = device.kernels
+    begun, gate = threading.Event(), threading.Event()
+
+    def held() -> torch.Tensor:
+        begun.set()
+        assert gate.wait(20)
+        return torch.zeros(1, 4)
+
+    kernels._launch("held", (), held, [((1, 4), torch.float32)])
+    assert begun.wait(20)
+    with pytest.raises(AssertionError, match="two threads use the kernel table"):
+        kernels.pack(torch.ones(16, 16))
+    gate.set()
+    device.synchronize()
+    assert kernels.pack(torch.ones(16, 16)).shape == (16, 16)

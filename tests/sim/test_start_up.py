@@ -3,14 +3,17 @@ ready."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from lane_harness import SIM, make_config
 
 from ambidex.config import OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe, memory_report
+from ambidex.errors import OutOfMemory
 
 
 def test_both_memories_are_described(sim_model: Callable[..., Path]) -> None:
@@ -58,3 +61,25 @@ def test_the_largest_steps_run_before_the_engine_is_ready(
         assert engine.times.num_steps == 0
     finally:
         engine.close()
+
+
+def test_steps_that_leave_nothing_for_weights(sim_model: Callable[..., Path]) -> None:
+    """What takes the accelerator's memory is said, with numbers that add up; more of it helps."""
+    folder = sim_model("llama")
+    with pytest.raises(OutOfMemory) as raised:
+        Engine(make_config(folder, SIM.replace("256MiB", "2MiB"), dtype="float32"))
+    text = str(raised.value)
+    assert text.startswith("sim:0 has 1.84 MiB, and steps leave nothing of it for weights")
+    sizes = {"MiB": 1.0, "KiB": 2.0**-10}
+    found = re.findall(r"([0-9.]+) ([KM]iB)", text)
+    total, *parts = [float(number) * sizes[unit] for number, unit in found[1:-1]]
+    assert len(parts) >= 3 and sum(parts) == pytest.approx(total, abs=0.1)
+    for name in ("the largest step", "captured steps", "the KV cache"):
+        assert f"for {name}" in text
+    lowered = make_config(
+        folder,
+        SIM.replace("256MiB", f"{1.1 * total + 4:.0f}MiB"),
+        OffloadConfig(),
+        dtype="float32",
+    )
+    Engine(lowered).close()

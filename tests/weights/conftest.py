@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +192,23 @@ def one_tensor_gguf(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+@pytest.fixture
+def ends_within() -> Callable[[float], AbstractContextManager[None]]:
+    """``with ends_within(seconds)``: what would wait for ever fails then."""
+
+    @contextlib.contextmanager
+    def limit(seconds: float) -> Iterator[None]:
+        def end(*_: object) -> None:
+            raise AssertionError(f"it still waits after {seconds} s")
+
+        before = signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return limit

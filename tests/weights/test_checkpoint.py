@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
 from ambidex.weights.checkpoint import open_checkpoint
+from ambidex.weights.headers import LazyArray, read_gguf_header
 
 Maker = Callable[..., Path]
 INDEX = "model.safetensors.index.json"
@@ -311,3 +313,36 @@ def test_opening_needs_no_torch(gguf_file: Callable[..., tuple[Path, Path]]) -> 
         "assert not {'torch', 'numpy', 'gguf'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "quantised gguf"])
+def test_a_file_that_shrinks_while_it_is_read(
+    gguf_file: Callable[..., tuple[Path, Path]], kind: str
+) -> None:
+    dtype = gguf.GGMLQuantizationType.Q8_0 if kind == "quantised gguf" else None
+    folder, file = gguf_file("llama", dtype=dtype)
+    if kind == "safetensors":
+        file = folder / "model.safetensors"
+    checkpoint = open_checkpoint(folder if kind == "safetensors" else file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    load = checkpoint.load_quantized if kind == "quantised gguf" else checkpoint.load
+    load(name)
+    size = file.stat().st_size
+    # By less than a page: without the check, what is gone would read as zeros.
+    os.truncate(file, size - 1)
+    message = f"{file.name} became shorter while it was read: {size - 1} bytes of {size} are left"
+    with pytest.raises(InvalidModelError, match=message):
+        load(name)
+
+
+def test_a_long_field_of_a_file_that_has_shrunk(
+    gguf_file: Callable[..., tuple[Path, Path]],
+) -> None:
+    _, file = gguf_file(
+        "llama", fields={"general.many": (list(range(100)), gguf.GGUFValueType.ARRAY)}
+    )
+    values = read_gguf_header(file).metadata["general.many"]
+    assert isinstance(values, LazyArray)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(InvalidModelError, match="became shorter"):
+        list(values)

@@ -333,6 +333,18 @@ def test_odd_fields(gguf_file: Maker, fields: dict[str, Any], expected: str | No
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [([[2, 2], [2, 2]], r"\[2, 2\]"), ([2.5, 2.5], "2.5"), (["2", "2"], "'2'"), ([2, -2], None)],
+)
+def test_a_number_a_layer_that_is_none(gguf_file: Maker, value: Any, shown: str | None) -> None:
+    field = {"llama.attention.head_count_kv": (value, GGUFValueType.ARRAY)}
+    _, file = gguf_file("llama", fields=field)
+    message = f"holds {shown}, and must hold integers" if shown else "differs between layers"
+    with pytest.raises((InvalidModelError, UnsupportedModelError), match=message):
+        open_checkpoint(file)
+
+
 @pytest.mark.parametrize("name", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
 def test_numbers_beyond_a_float(gguf_file: Maker, name: str) -> None:
     wide = GGUFValueType.FLOAT64

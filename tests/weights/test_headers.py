@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import struct
@@ -14,11 +15,13 @@ from ambidex.errors import (
     AmbidexError,
     InvalidModelError,
     ModelNotFoundError,
+    OutOfMemory,
     UnsupportedModelError,
 )
 from ambidex.weights.headers import (
     GGML_TYPES,
     LazyArray,
+    map_file,
     read_gguf_header,
     read_safetensors_header,
 )
@@ -264,3 +267,16 @@ def test_unknown_safetensors_type(tmp_path: Path) -> None:
     data = safetensors_bytes({"a": entry("F3", [1], 0, 4)}, b"\0" * 4)
     with pytest.raises(UnsupportedModelError, match="F3"):
         read_safetensors_header(written(tmp_path, data, "m.safetensors"))
+
+
+def test_a_map_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``ulimit -v`` does: no fault of the file."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(64))
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(OutOfMemory, match="ulimit -v"):
+        map_file(path, "GGUF", 24)

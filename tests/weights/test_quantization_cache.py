@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,19 @@ def test_what_killed_writers_left_is_swept(tmp_path: Path, model: Path) -> None:
     get(folder, model, make)
     assert not any(path.exists() for path in old) and all(path.exists() for path in young)
     assert make.count == 1
+
+
+def test_pipes_in_the_folder(
+    tmp_path: Path, model: Path, ends_within: Callable[[float], AbstractContextManager[None]]
+) -> None:
+    make, folder = Maker(), tmp_path / "cache"
+    get(folder, model, make)
+    for path in (folder / "contents.json", one_file(folder)):
+        path.unlink()
+        os.mkfifo(path)
+    with ends_within(20):
+        get(folder, model, make)
+        assert make.count == 2
+        # Files have taken the pipes' places.
+        get(folder, model, make)
+        assert make.count == 2

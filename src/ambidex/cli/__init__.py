@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from ambidex.errors import AmbidexError, OptionError, OutOfMemory
+from ambidex.errors import AmbidexError, OptionError, memory_refusal
 
 #: Command -> (module with ``main(argv) -> exit code``, what it does).
 COMMANDS = {
@@ -61,14 +61,10 @@ def _fail(error: AmbidexError) -> int:
 
 def _explain(error: Exception) -> AmbidexError | None:
     """The user's situation behind a system's error; None where it is a mistake of ours."""
+    refused = memory_refusal(error)
+    if refused is not None:
+        return refused
     number = error.errno if isinstance(error, OSError) else None
-    # PyTorch has no class of its own for it.
-    is_refused = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    if isinstance(error, MemoryError) or is_refused or number == errno.ENOMEM:
-        return OutOfMemory(
-            "The system refused to give more memory. Free memory, raise this process's limit "
-            "(ulimit -v), or ask for less: --max-model-len, --max-num-batched-tokens."
-        )
     if number in (errno.ENOSPC, errno.EDQUOT):
         return AmbidexError("The output cannot be written: the disk is full. Free space on it.")
     if number in (errno.EMFILE, errno.ENFILE):

@@ -104,6 +104,7 @@ def load(resolved: Resolved) -> Any:
     for note in resolved.notes:
         say(f"ambidex: {note}")
     # Before anything is fetched: it fails where PyTorch does not work.
+    from ambidex.engine.summary import describe_threads
     from ambidex.llm import LLM
     from ambidex.weights.hub import resolve_model
 
@@ -113,6 +114,8 @@ def load(resolved: Resolved) -> Any:
     info = llm.info
     say(f"ambidex: {info.source}")
     say(f"ambidex: {info.dtype}; context of {info.max_model_len} tokens")
+    kernels = f"{info.kernels}, {describe_threads(info)}"
+    say(f"ambidex: KV cache in {info.kv_cache_dtype}; kernels: {kernels}")
     for note in llm.notes:
         say(f"ambidex: {note}")
     return llm

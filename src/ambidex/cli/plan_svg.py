@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ambidex.cli.plan_rows import Row, by_layer
-from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, model_parts, rate, seconds
-from ambidex.memory.ledger import MemorySnapshot, format_bytes
+from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, model_parts, rate
+from ambidex.memory.ledger import MemorySnapshot, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ambidex.memory.planner import Plan
@@ -189,7 +189,7 @@ def _speed(plan: Plan, y: int) -> tuple[list[str], int]:
     rates = {"tpot_1": plan.tokens_per_s_1, "tpot_full": plan.tokens_per_s_full}
     for key, one in plan.predictions.items():
         speed = f", {rate(rates[key])} tokens/s" if key in rates else ""
-        line = f"{seconds(one.seconds)}{speed}; held up by {one.limit}"
+        line = f"{format_seconds(one.seconds)}{speed}; held up by {one.limit}"
         names, room = 0.54 * _INNER, 0.46 * _INNER
         parts.append(_text(_MARGIN, y, _cut(one.name, _SMALL, names), _SMALL, colour=_GREY))
         parts.append(_text(_MARGIN + names, y, _cut(line, _SMALL, room), _SMALL))

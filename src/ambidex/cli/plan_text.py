@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ambidex.cli.plan_rows import Row, by_layer, by_part, runs
-from ambidex.memory.ledger import MemorySnapshot, format_bytes
+from ambidex.memory.ledger import MemorySnapshot, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
@@ -64,8 +64,10 @@ def refused(error: PlanRefused) -> Iterator[str]:
         rows.append(
             (
                 f"  {proposal.flags}",
-                seconds(first.seconds) if first else "",
-                f"{seconds(more.seconds)} ({rate(1 / more.seconds)} a second)" if more else "",
+                format_seconds(first.seconds) if first else "",
+                f"{format_seconds(more.seconds)} ({rate(1 / more.seconds)} a second)"
+                if more
+                else "",
                 more.limit if more else "",
             )
         )
@@ -155,7 +157,7 @@ def _speed_rows(plan: Plan) -> list[tuple[str, ...]]:
     rates = {"tpot_1": plan.tokens_per_s_1, "tpot_full": plan.tokens_per_s_full}
     for name, one in plan.predictions.items():
         speed = rate(rates[name]) if name in rates else ""
-        rows.append((one.name, seconds(one.seconds), speed, _limit(one)))
+        rows.append((one.name, format_seconds(one.seconds), speed, _limit(one)))
     return rows
 
 
@@ -181,16 +183,6 @@ def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterato
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "   ".join(cells).rstrip()
-
-
-def seconds(value: float) -> str:
-    """``12.3 s``, ``45.6 ms``, ``789 us``: three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
-            number = value / size
-            digits = 0 if number >= 100 else 1 if number >= 10 else 2
-            return f"{number:,.{digits}f} {unit}"
-    raise AssertionError("the last unit takes all")
 
 
 def rate(value: float) -> str:

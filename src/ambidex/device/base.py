@@ -131,6 +131,8 @@ class Accelerator(Device, Protocol):
     #: What it reaches, and what the link to it does in each direction.
     rate: ComputeRate
     link: LinkRate
+    #: Whether its clock is the one on the wall.
+    is_real_time: bool
 
     @property
     def compute(self) -> Stream:
@@ -156,6 +158,10 @@ class Accelerator(Device, Protocol):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in this device's memory."""
+
+    def settle(self) -> None:
+        """Wait until what has been launched is over; it may have failed, and to a simulated clock
+        nobody has waited."""
 
     def limit_link(self, bytes_per_s: float) -> None:
         """Let ``copy_in`` move no more than that on average."""

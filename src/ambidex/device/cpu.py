@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ambidex.errors import OutOfMemory
 from ambidex.kernels import reference
-from ambidex.kernels.cpu.levels import choose_level, kernel_table_name, recorded_levels
+from ambidex.kernels.cpu.levels import kernel_table_name, recorded_levels, usable_level
 from ambidex.kernels.cpu.numa import FillingPlacer, PagePlacer, Placer
 from ambidex.kernels.cpu.topology import plan_threads
 from ambidex.kernels.table import Kernels
@@ -68,9 +68,7 @@ class CPUDevice:
         from ambidex.kernels.cpu.library import load
         from ambidex.kernels.native import NativeKernels
 
-        level, note = choose_level(
-            load().supported_levels(), recorded_levels(), os.environ.get("AMBIDEX_CPU_LEVEL")
-        )
+        level, note = usable_level(load(), recorded_levels(), os.environ.get("AMBIDEX_CPU_LEVEL"))
         if note:
             self.notes.append(note)
         return cast(Kernels, NativeKernels(self.num_threads, cpus, level, nodes))

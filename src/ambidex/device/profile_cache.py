@@ -50,10 +50,7 @@ def this_machine(
 
     Raises OptionError for threads or a device that are not there.
     """
-    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
-    key = machine_key(config, plan, root)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    path = folder / f"machine-{digest[:16]}.json"
+    plan, key, path = _where(config, folder, root)
     found = _read(path, key)
     if found is not None:
         return found
@@ -61,6 +58,23 @@ def this_machine(
     profile = (measure or _measure)(config, plan, key["cpu"], key["memory_bytes"])
     _write(path, key, profile)
     return profile
+
+
+def known_machine(
+    config: EngineConfig, folder: Path, root: Path = Path("/")
+) -> HardwareProfile | None:
+    """The profile in ``folder``; None where this machine has not been measured."""
+    _, key, path = _where(config, folder, root)
+    return _read(path, key)
+
+
+def _where(
+    config: EngineConfig, folder: Path, root: Path
+) -> tuple[ThreadPlan, dict[str, Any], Path]:
+    plan = plan_threads(config.cpu_threads, config.cpu_bind, os.environ)
+    key = machine_key(config, plan, root)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return plan, key, folder / f"machine-{digest[:16]}.json"
 
 
 def machine_key(config: EngineConfig, plan: ThreadPlan, root: Path = Path("/")) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ambidex.errors import DeviceError
+from ambidex.kernels.rows import TensorRows
 
 if TYPE_CHECKING:
     from ambidex.device.base import Stream
@@ -53,6 +56,11 @@ def memory_of(operand: Any) -> list[Tensor]:
     return found
 
 
+def rows_of(parts: Sequence[Any]) -> TensorRows | None:
+    """The only part of a matrix, where it is read some rows at a time."""
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], TensorRows) else None
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -77,6 +85,7 @@ class QueuedKernels:
         self.ACTIVATIONS: Mapping[str, Any] = inner.ACTIVATIONS
         self._memory = memory
         self._rate = rate
+        self._in_use = threading.Lock()
         #: Calls by name.
         self.num_calls: dict[str, int] = {}
 
@@ -93,35 +102,48 @@ class QueuedKernels:
         """Nothing goes on after it."""
 
     @property
+    def memory(self) -> Memory:
+        """Where results go."""
+        return self._memory
+
+    @property
     def rate(self) -> ComputeRate:
         """How fast the clock lets the calls be."""
         return self._rate
 
     # ---------------------------------------------------------------- weights, made on the host
 
-    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
-        return self.inner.pack(weight, precise)
+    def pack(self, weight: Tensor | Quantized | TensorRows, precise: bool = False) -> Weight:
+        with self._alone():
+            return self.inner.pack(weight, precise)
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return self.inner.packed_bytes(shape, dtype)
 
-    def pack_table(self, weight: Tensor | Quantized) -> Weight:
-        return self.inner.pack_table(weight)
+    def pack_table(self, weight: Tensor | Quantized | TensorRows) -> Weight:
+        with self._alone():
+            return self.inner.pack_table(weight)
 
     def pack_head(self, table: Weight) -> Weight:
-        return self.inner.pack_head(table)
+        with self._alone():
+            return self.inner.pack_head(table)
 
     def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return self.inner.head_bytes(shape, dtype)
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
-        return self.inner.pack_parts(parts, precise)
+    def pack_parts(
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False
+    ) -> Weight:
+        with self._alone():
+            return self.inner.pack_parts(parts, precise)
 
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
-        return self.inner.unpack_gguf(name, type_name, rows, columns)
+        with self._alone():
+            return self.inner.unpack_gguf(name, type_name, rows, columns)
 
     def compress_words(self, words: Tensor, unit_words: int, max_bytes: int) -> Tensor | None:
-        return self.inner.compress_words(words, unit_words, max_bytes)
+        with self._alone():
+            return self.inner.compress_words(words, unit_words, max_bytes)
 
     def kv_layout(
         self, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype
@@ -129,6 +151,20 @@ class QueuedKernels:
         return self.inner.kv_layout(num_kv_heads, num_slots, head_dim, dtype)
 
     # ---------------------------------------------------------------- launching
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A kernel table's threads compute for one thread at a time: the stream's, or whoever packs
+        weights while nothing is launched."""
+        is_alone = self._in_use.acquire(blocking=False)
+        assert is_alone, (
+            f"two threads use the kernel table of {self.name} at once: weights are packed before "
+            "work is launched, or after it has been waited for"
+        )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _launch(
         self,
@@ -156,7 +192,8 @@ class QueuedKernels:
             return self._rate.seconds(flops, read_bytes + written)
 
         def work() -> None:
-            results = call()
+            with self._alone():
+                results = call()
             if not made:
                 return
             results = results if isinstance(results, tuple) else (results,)

@@ -154,7 +154,8 @@ class SimDevice:
         self.core = core
         self.rate = core.scaled(spec.speed)
         self.link = LinkRate(spec.link_bytes_per_s, spec.latency_s)
-        self.clock = Clock(spec.clock == "virtual")
+        self.is_real_time = spec.clock == "real"
+        self.clock = Clock(not self.is_real_time)
         self._region = Region(self.ledger)
         self._host = CPUDevice(spec.threads, cpus=cpus)
         if self._host.kernels.name != "native":
@@ -211,7 +212,7 @@ class SimDevice:
             # What was launched ahead holds memory until it has run.
             if account != "activations":
                 raise
-            self._settle()
+            self.settle()
             return self._region.empty(shape, dtype, account)
 
     def zeros(
@@ -295,9 +296,9 @@ class SimDevice:
     def prepare_thread(self) -> None:
         torch.set_num_threads(1)
 
-    def _settle(self) -> None:
-        """Wait until what has been launched is over, without anybody's clock noticing: how far
-        launches are ahead of the arithmetic is this machine's affair."""
+    def settle(self) -> None:
+        """See ``Accelerator``. How far launches are ahead of the arithmetic is this machine's
+        affair."""
         with self.clock.at_once():
             events = [stream.record() for stream in self._streams]
         for event in events:

@@ -43,7 +43,7 @@ from ambidex.engine.messages import (
     ToEngine,
 )
 from ambidex.engine.scheduler import SchedulerStats
-from ambidex.errors import AmbidexError
+from ambidex.errors import AmbidexError, memory_refusal
 from ambidex.memory.ledger import MemorySnapshot
 from ambidex.request import EngineOutput, EngineRequest, FinishReason
 
@@ -229,9 +229,11 @@ def _serve(start: StartUp, socket: zmq.Socket[bytes]) -> int:
     try:
         engine: SteppingEngine = load_factory(start.factory)(config)
         info = engine.info()
-    except (AmbidexError, MemoryError) as error:
-        sentence = str(error) or "The machine has not enough memory to load the model."
-        socket.send(encode(StartFailed(type(error).__name__, sentence)))
+    except (AmbidexError, MemoryError, OSError, RuntimeError) as error:
+        known = error if isinstance(error, AmbidexError) else memory_refusal(error)
+        if known is None:
+            raise
+        socket.send(encode(StartFailed(type(known).__name__, str(known))))
         return 1
     socket.send(encode(Ready(info)))
     try:

@@ -131,8 +131,12 @@ def read_chat_template(value: str | None) -> str | None:
     """
     if value is None or "{" in value or "\n" in value:
         return value
+    path = Path(value)
+    if path.exists() and not path.is_file():
+        # A pipe would block, and a device has no end.
+        raise OptionError(f"--chat-template {value} is no regular file. Give a file on a disk.")
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"--chat-template {value} cannot be read ({error}). Give a file, or the text itself."

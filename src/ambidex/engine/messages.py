@@ -60,6 +60,8 @@ class EngineInfo:
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     #: A line for each of the host's memories, where they are several (NUMA nodes, CXL).
     memory_nodes: list[str] = field(default_factory=list)
+    #: Predicted seconds by what they are of; empty where this machine's speed is unknown.
+    expected: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ambidex.config import EngineConfig
 from ambidex.engine.foretold import StepSpeed
 from ambidex.engine.messages import EngineInfo
-from ambidex.memory.ledger import MemorySnapshot, format_bytes, is_host_memory
+from ambidex.memory.ledger import MemorySnapshot, format_bytes, format_seconds, is_host_memory
 
 if TYPE_CHECKING:
     from ambidex.runner.loader import LoadedLane
@@ -45,6 +45,7 @@ def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
         memory=memory,
         modules=modules,
         memory_nodes=lane.memory_nodes,
+        expected=lane.expected,
     )
 
 
@@ -104,9 +105,14 @@ def memory_report(
     }
 
 
+def describe_threads(info: EngineInfo) -> str:
+    """How many threads compute, in words."""
+    return "1 thread" if info.cpu_threads == 1 else f"{info.cpu_threads} threads"
+
+
 def describe(info: EngineInfo) -> list[str]:
     """Lines for the log at start-up; the last two are those that vLLM users look for."""
-    threads = "1 thread" if info.cpu_threads == 1 else f"{info.cpu_threads} threads"
+    threads = describe_threads(info)
     rows = [
         ("model", info.model),
         ("source", info.source),
@@ -122,6 +128,8 @@ def describe(info: EngineInfo) -> list[str]:
         for name, size in {**sizes, "free": memory.free_bytes}.items():
             rows.append((f"{memory.name}: {name}", format_bytes(size)))
     rows += [("node", line) for line in info.memory_nodes]
+    for what, seconds in info.expected.items():
+        rows.append((f"expected: {what}", format_seconds(seconds)))
     shown = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in shown)
     lines = [f"{name:<{width}}  {value}" for name, value in shown]

@@ -20,6 +20,7 @@ from ambidex.engine.chat_template import ChatTemplate
 from ambidex.engine.detokenizer import Decoding, Detokenizer
 from ambidex.engine.gguf_tokenizer import add_bos_and_eos, build_gguf_tokenizer
 from ambidex.errors import InvalidModelError, RequestError, UnsupportedModelError
+from ambidex.weights.headers import require_regular
 
 __all__ = ["Detokenizer", "Tokenizer", "TokenizerSource", "load_tokenizer"]
 
@@ -449,6 +450,7 @@ def _token_text(value: Any) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
+        require_regular(path)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidModelError(f"{path} cannot be read ({error}). Get the file again.") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ambidex.errors import KernelError
 from ambidex.kernels.cpu.attention import AttentionOps
-from ambidex.kernels.cpu.float_linear import FloatLinearOps, FloatWeight
+from ambidex.kernels.cpu.float_linear import PANEL_ROWS, FloatLinearOps, FloatWeight
 from ambidex.kernels.cpu.lossless import LosslessOps
 from ambidex.kernels.cpu.moe import MoEOps
 from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOps
@@ -20,6 +20,7 @@ from ambidex.kernels.cpu.small import SmallOps
 from ambidex.kernels.cpu.unpack import UnpackOps
 from ambidex.kernels.quantized import Quantized, concatenate
 from ambidex.kernels.reference import ACTIVATIONS
+from ambidex.kernels.rows import TensorRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +138,39 @@ class NativeKernels(
 
     # ---------------------------------------------------------------- weights of any form
 
-    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> FloatWeight | PackedWeight:
+    def pack(
+        self, weight: Tensor | Quantized | TensorRows, precise: bool = False
+    ) -> FloatWeight | PackedWeight:
         """A matrix [out, in] in this table's layout."""
         if isinstance(weight, Quantized):
             return self.pack_quantized(weight, precise)
-        return self.pack_float(weight)
+        if not isinstance(weight, TensorRows):
+            return self.pack_float(weight)
+        memory = self._weight_memory.take(self.packed_bytes(weight.shape, weight.dtype))
+        self._placer.place(memory.data_ptr(), memory.nbytes // 64, 64)
+        made = self.packed_in(memory, weight.shape, weight.dtype)
+        for start, block in weight.blocks(0, weight.shape[0]):
+            with self.temporary_weights():
+                made.rows(start, start + len(block)).panels.copy_(self.pack_float(block).panels)
+        return made
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
+    def packed_in(self, memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> FloatWeight:
+        """The matrix of numbers that lies packed in ``memory`` [bytes] uint8."""
+        return FloatWeight(memory.view(dtype).view(-1, shape[1], PANEL_ROWS), shape[0])
+
+    def room(self, num_bytes: int) -> Tensor:
+        """Memory [num_bytes] uint8 of the weights that stay, to be written to; see :meth:`keep`."""
+        memory = self._kept_weights.take(num_bytes)
+        self._kept_placer.place(memory.data_ptr(), num_bytes // 64, 64)
+        return memory
+
+    def pack_parts(
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False
+    ) -> Weight:
         """:meth:`pack` of the rows of all ``parts``, one below the other."""
         if len(parts) == 1:
             return self.pack(parts[0], precise)
+        parts = [part.all() if isinstance(part, TensorRows) else part for part in parts]
         low_bit = [part for part in parts if isinstance(part, Quantized)]
         if not low_bit:
             return self.pack(torch.cat(list(parts)))  # type: ignore[arg-type]
@@ -162,7 +186,7 @@ class NativeKernels(
             flat += part.parts if isinstance(part, StackedWeight) else [part]
         return StackedWeight(tuple(flat))
 
-    def pack_table(self, weight: Tensor | Quantized) -> FloatWeight | PackedWeight:
+    def pack_table(self, weight: Tensor | Quantized | TensorRows) -> FloatWeight | PackedWeight:
         """Embedding and head read the same layout: a tied table is held once."""
         return self.pack(weight, precise=True)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ambidex.kernels.metadata import PANEL
 from ambidex.kernels.quantized import Quantized
+from ambidex.kernels.rows import TensorRows
 
 # The number of rows that a packed weight's layout is chosen for; it serves all.
 _PACKED_FOR_ROWS = 16
@@ -30,7 +31,7 @@ def _has_packed_form(num_out: int, dtype: torch.dtype) -> bool:
     )
 
 
-def pack(weight: Tensor | Quantized, precise: bool = False) -> Tensor:
+def pack(weight: Tensor | Quantized | TensorRows, precise: bool = False) -> Tensor:
     """A ``weight`` [out, in] in the form that :func:`linear` multiplies fastest.
 
     On x86 that is oneDNN's own layout, opaque and of the same size: the library else rearranges
@@ -44,9 +45,11 @@ def pack(weight: Tensor | Quantized, precise: bool = False) -> Tensor:
     return packed
 
 
-def pack_table(weight: Tensor | Quantized) -> Tensor:
+def pack_table(weight: Tensor | Quantized | TensorRows) -> Tensor:
     """A table that :func:`embedding` reads rows of."""
-    return weight.dequantise() if isinstance(weight, Quantized) else weight
+    if isinstance(weight, Quantized):
+        return weight.dequantise()
+    return weight.all() if isinstance(weight, TensorRows) else weight
 
 
 def pack_head(table: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ def unpack_gguf(name: str, type_name: str, rows: Any, columns: int) -> Quantized
     return None
 
 
-def pack_parts(parts: Sequence[Tensor | Quantized], precise: bool = False) -> Tensor:
+def pack_parts(parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False) -> Tensor:
     """:func:`pack` of the rows of all ``parts``, one below the other."""
     tables = [pack_table(part) for part in parts]
     if len({table.dtype for table in tables}) > 1:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
+    from ambidex.kernels.rows import TensorRows
 
 
 class Weight(Protocol):
@@ -59,14 +60,14 @@ class Kernels(Protocol):
     def end_step(self) -> None:
         """Tell that all of the step has been launched."""
 
-    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
+    def pack(self, weight: Tensor | Quantized | TensorRows, precise: bool = False) -> Weight:
         """A matrix [out, in] in this table's layout; float32, float16, bfloat16 or low-bit.
         ``precise``: with low bits, activations are rounded less."""
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that :meth:`pack` holds for a matrix of numbers."""
 
-    def pack_table(self, weight: Tensor | Quantized) -> Weight:
+    def pack_table(self, weight: Tensor | Quantized | TensorRows) -> Weight:
         """A table whose rows :meth:`embedding` reads."""
 
     def pack_head(self, table: Weight) -> Weight:
@@ -75,7 +76,9 @@ class Kernels(Protocol):
     def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that :meth:`pack_head` takes beside the table."""
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
+    def pack_parts(
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False
+    ) -> Weight:
         """:meth:`pack` of the rows of all ``parts``, one below the other; forms may differ."""
 
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:

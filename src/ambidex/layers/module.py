@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ambidex.checkpoint_names import WHOLE, check_part
 from ambidex.kernels.quantized import Quantized
+from ambidex.kernels.rows import TensorRows
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class Parameter:
         return weight_bytes(self.data)
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether :meth:`load_rows` can load it."""
+        return False
+
+    @property
     def is_loaded(self) -> bool:
         return len(self._filled) == len(self.parts)
 
@@ -131,6 +137,12 @@ class Parameter:
         """Take a checkpoint tensor; raises InvalidModelError as :meth:`check` does."""
         first, rows = self.check(part, tuple(tensor.shape), name, self._filled)
         self._take(device, part, first, rows, tensor)
+
+    def load_rows(
+        self, device: Device, part: str, read: Callable[[int, int], Tensor], name: str
+    ) -> None:
+        """See :class:`Matrix`."""
+        raise AssertionError(f"{name} is loaded as a whole")
 
     def _take(
         self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
@@ -162,7 +174,7 @@ class PlacingKernels(Protocol):
 
     def place(
         self,
-        parts: Sequence[Tensor | Quantized],
+        parts: Sequence[Tensor | Quantized | TensorRows],
         precise: bool,
         place: Place,
         is_paired: bool = False,
@@ -195,7 +207,7 @@ class Matrix(Parameter):
         super().__init__(shape, dtype, parts)
         self._kernels = kernels
         self._precise = precise
-        self._waiting: dict[str, Tensor | Quantized] = {}
+        self._waiting: dict[str, Tensor | Quantized | TensorRows] = {}
         #: Where its rows go; None: to the kernels' own memory.
         self.place: Place | None = None
 
@@ -211,17 +223,40 @@ class Matrix(Parameter):
         return list(self.parts) == ["gate", "up"]
 
     def _take(
-        self, device: Device, part: str, first: int, rows: int, tensor: Tensor | Quantized
+        self,
+        device: Device,
+        part: str,
+        first: int,
+        rows: int,
+        tensor: Tensor | Quantized | TensorRows,
     ) -> None:
-        # Kernels pack straight from the mapped file where it has the right type.
-        held = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
-        self._waiting[part] = held
+        if isinstance(tensor, Tensor) and tensor.dtype is not self.dtype:
+            # Kernels pack straight from the mapped file where it has the right type, else from
+            # some rows at a time.
+            tensor = self._converted(tensor)
+        self._waiting[part] = tensor
         if self.is_loaded:
             order = [WHOLE] if WHOLE in self._waiting else list(self.parts)
             self.data = self._pack([self._waiting[name] for name in order])
             self._waiting.clear()
 
-    def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+    @property
+    def takes_rows(self) -> bool:
+        return len(self.parts) == 1
+
+    def load_rows(
+        self, device: Device, part: str, read: Callable[[int, int], Tensor], name: str
+    ) -> None:
+        """:meth:`load` of a matrix that has one part, of which ``read(a, b)`` gives rows ``a`` to
+        ``b``."""
+        first, rows = self.check(part, self.shape, name, self._filled)
+        self._take(device, part, first, rows, TensorRows((rows, self.shape[1]), self.dtype, read))
+
+    def _converted(self, tensor: Tensor) -> TensorRows:
+        rows, columns = tensor.shape
+        return TensorRows((rows, columns), self.dtype, lambda start, end: tensor[start:end])
+
+    def _pack(self, parts: list[Tensor | Quantized | TensorRows]) -> Any:
         if self.place is not None:
             return _placing(self._kernels).place(parts, self._precise, self.place, self.is_paired)
         return self._kernels.pack_parts(parts, self._precise)
@@ -247,7 +282,7 @@ class Table(Matrix):
         beside = self.has_head and self.head is not self.data
         return super().held_bytes + (weight_bytes(self.head) if beside else 0)
 
-    def _pack(self, parts: list[Tensor | Quantized]) -> Any:
+    def _pack(self, parts: list[Tensor | Quantized | TensorRows]) -> Any:
         if self.place is not None:
             table = _placing(self._kernels).place(parts, True, self.place)
         else:

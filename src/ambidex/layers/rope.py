@@ -88,8 +88,16 @@ def make_rope(
         parameters = rope_parameters(config)
     theta = float(parameters.get("rope_theta") or theta)
     share = parameters.get("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        part = "" if rotary_dim == head_dim else f", of which {rotary_dim} are to be rotated"
+        raise InvalidModelError(
+            f"{config.source}: a head has {head_dim} values{part}. Values are rotated in pairs, so "
+            "that must be an even number above 0. Check 'head_dim', 'hidden_size', "
+            "'num_attention_heads' and 'partial_rotary_factor', or download the model again."
+        )
     frequencies, factor = rope_frequencies(
-        parameters, theta, int(head_dim * share), config, context.max_model_len
+        parameters, theta, rotary_dim, config, context.max_model_len
     )
     return Rope(context, frequencies, factor)
 

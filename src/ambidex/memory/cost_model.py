@@ -3,9 +3,10 @@
 On one processor a step is the sum of its operations, each as long as the longer of reading and
 computing. With an accelerator beside the host each product runs where its weight lies:
 
-- RESIDENT: on the device. HOST: on the host while the device waits, and its activations cross to it
-  and back. SPLIT: both at once, each with its rows, so the longer one counts; the host's path has
-  both crossings.
+- RESIDENT: on the device. HOST: on the host while the device waits; activations cross where a
+  product of the one side follows one of the other, and around attention, which is the device's.
+  SPLIT: both at once, each with its rows; then each sends its part to the other, and the longer
+  path counts. That is about four synchronisations a split layer.
 - What is streamed (STREAM, and some of a SPLIT's rows) is copied ahead of its use and beside the
   products, as far as the ring reaches: layers in a row that stream take the longer of their
   products and their copies, and layers before them that do not stream hide no more than fills the
@@ -18,14 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
+from ambidex.memory.compression import (
+    TYPICAL_RATIO,
+    decompressed_bytes_per_s,
+    worth_compressing,
+)
 from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.operations import (
     StepLoad,
     attention_parts,
+    is_head,
+    is_product,
     product_parts,
     small_parts,
     step_bytes,
@@ -75,10 +84,10 @@ class _Item(NamedTuple):
     host_rows: int
     is_head: bool
     number: int
-    #: Of them: those whose input crosses to the host, and whose output crosses back; between the
-    #: two products of an MLP nothing does.
-    num_in: int
-    num_out: int
+    #: Of them: those whose input comes from the device, and whose result it needs even if the host
+    #: alone computes it.
+    num_in: int = 0
+    num_out: int = 0
 
 
 class _Segment(NamedTuple):
@@ -90,25 +99,33 @@ class _Segment(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Seconds of one item's products, all rows on the device or all on the host, and of crossings;
-    for one number of rows."""
+    """One of an item's products with one number of rows: seconds of reading and of arithmetic, all
+    on the device or all on the host, and bytes of its input and result."""
 
     item: _Item
     num_tokens: int
-    device_read: float
-    device_compute: float
-    host_read: float
-    host_compute: float
+    device: tuple[float, float]
+    host: tuple[float, float]
     bytes_in: float
     bytes_out: float
+
+
+class _Measured(NamedTuple):
+    """A load, whatever is streamed; ``read`` and ``compute``: seconds of attention and of small
+    operations, ``launches``: of starting the device's operations."""
+
+    segments: tuple[tuple[_Segment, tuple[_Parts, ...]], ...]
+    read: float
+    compute: float
+    launches: float
 
 
 class CostModel:
     """Steps of one model on one machine, its weights in ``places`` (by path).
 
-    Without places, or on a machine without an accelerator, all is on the host; a machine with one
-    and no places has all weights on the accelerator. ``is_async``: copies run ahead of use;
-    ``ring_bytes``: how far (None: as far as they like).
+    On a machine without an accelerator all is on the host; without places all is on it.
+    ``is_async``: copies run ahead of use; ``ring_bytes``: how far (None: as far as they like);
+    ``compress``: what is streamed as a whole crosses compressed, where that is faster.
     """
 
     def __init__(
@@ -120,6 +137,7 @@ class CostModel:
         link_limit: float | None = None,
         is_async: bool = True,
         ring_bytes: int | None = None,
+        compress: bool = False,
     ) -> None:
         self.profile = profile
         self.shape = shape
@@ -132,29 +150,35 @@ class CostModel:
         self._link = link.limited(link_limit)
         self._link_back = profile.link_back or link
         self._dram = profile.host.total_bytes_per_s
+        device_rate = self._lane.bytes_per_s
+        self._decompressing = decompressed_bytes_per_s(TYPICAL_RATIO, device_rate)
+        self._compresses = (
+            compress
+            and worth_compressing(
+                TYPICAL_RATIO, self._link.bytes_per_s, self._decompressing, device_rate
+            )[0]
+        )
         self._segments = _segments(shape, places)
         items = [item for segment in self._segments for item in segment.items]
         self.has_split = any(item.placement is Placement.SPLIT for item in items)
-        #: Operations whose start is counted with them.
-        self._num_started = sum(item.number for item in items) + shape.num_layers
         self._parts_at = lru_cache(maxsize=64)(self._measure)
 
     def step(self, load: StepLoad, streamed: float | SplitTable = 0.0) -> StepTime:
         """One step, of the host's rows of SPLIT weights the share ``streamed`` copied; a table has
         one by the rows of the product."""
-        attention, segments = self._parts_at(load)
-        at = streamed if isinstance(streamed, float) else None
+        if self.profile.device is None:
+            return self._host_step(load)
         rate = self._host.bytes_per_s
-        found = self._step(load, attention, segments, streamed, at, rate)
+        found, copied = self._step(load, streamed, rate)
         for _ in range(_ROUNDS):
             # Copies take a part of the memory's rate while the processor reads it.
-            copied = found[1] / found[0].seconds if found[0].seconds else 0.0
-            left = min(self._host.bytes_per_s, max(self._dram - copied, self._dram / 4))
+            share = copied / found.seconds if found.seconds else 0.0
+            left = min(self._host.bytes_per_s, max(self._dram - share, self._dram / 4))
             if abs(left - rate) < 1e-3 * rate:
                 break
             rate = left
-            found = self._step(load, attention, segments, streamed, at, rate)
-        return found[0]
+            found, copied = self._step(load, streamed, rate)
+        return found
 
     def seconds(self, load: StepLoad, streamed: float | SplitTable = 0.0) -> float:
         return self.step(load, streamed).seconds
@@ -190,168 +214,185 @@ class CostModel:
 
     # --- one step ----------------------------------------------------------------------------
 
-    def _measure(
-        self, load: StepLoad
-    ) -> tuple[tuple[float, float], tuple[tuple[_Segment, tuple[_Parts, ...]], ...]]:
-        """What does not depend on shares: attention over all layers, and each item's parts."""
-        lane = self._lane
-        kept = lane.kept_share(step_bytes(self.shape, load)) if lane.kept else 0.0
-        pairs = [attention_parts(lane, self.shape, kv, load, kept) for kv in self.shape.kv]
+    def _host_step(self, load: StepLoad) -> StepTime:
+        """All on the host: what ``operations.host_step_s`` adds up, by resource."""
+        host, shape = self._host, self.shape
+        kept = host.kept_share(step_bytes(shape, load))
+        spent = dict.fromkeys((DRAM, HOST_ARITHMETIC, FIXED), 0.0)
+        for item in self._segments[0].items if self._segments else ():
+            rows = load.num_seqs if item.is_head else load.num_tokens
+            read, compute = product_parts(host, item.weight, rows, kept=kept)
+            name = DRAM if read >= compute else HOST_ARITHMETIC
+            spent[name] += item.number * max(read, compute)
+        for group in shape.kv:
+            read, compute = attention_parts(host, shape, group, load, kept)
+            spent[DRAM if read >= compute else HOST_ARITHMETIC] += max(read, compute)
+        operations, small_s = small_parts(host, shape, load)
+        spent[DRAM] += small_s
+        spent[FIXED] = operations * host.launch_s + _fixed_s(host, load)
+        limit = max(spent, key=lambda name: spent[name])
+        return StepTime(sum(spent.values()), limit, {k: v for k, v in spent.items() if v})
+
+    def _measure(self, load: StepLoad) -> _Measured:
+        """What does not depend on shares: each item's parts, and what is the device's alone."""
+        pairs = [attention_parts(self._lane, self.shape, kv, load) for kv in self.shape.kv]
         # Groups follow each other, and each of their operations takes the longer part.
-        read = sum(a for a, b in pairs if a >= b)
-        compute = sum(b for a, b in pairs if b > a)
-        found = []
+        operations, small_s = small_parts(self._lane, self.shape, load)
+        segments = []
         for segment in self._segments:
             parts = []
             for item in segment.items:
                 rows = load.num_seqs if item.is_head else load.num_tokens
+                if not rows:
+                    continue
                 weight = item.weight
                 numbers = rows * self.profile.activation_bytes
                 is_elsewhere = item.placement in (Placement.HOST, Placement.SPLIT)
-                host = product_parts(self._host, weight, rows) if is_elsewhere else (0.0, 0.0)
-                device = product_parts(lane, weight, rows, kept=kept)
                 parts.append(
                     _Parts(
-                        item=item,
-                        num_tokens=rows,
-                        device_read=device[0],
-                        device_compute=device[1],
-                        host_read=host[0],
-                        host_compute=host[1],
-                        bytes_in=item.num_in * numbers * weight.columns,
+                        item,
+                        rows,
+                        product_parts(self._lane, weight, rows),
+                        product_parts(self._host, weight, rows) if is_elsewhere else (0.0, 0.0),
+                        numbers * weight.columns,
                         # Of experts the host adds up what a token chose.
-                        bytes_out=item.num_out * numbers * item.num_rows / weight.num_experts,
+                        numbers * item.num_rows / weight.num_experts,
                     )
                 )
-            found.append((segment, tuple(parts)))
-        return (read, compute), tuple(found)
+            segments.append((segment, tuple(parts)))
+        return _Measured(
+            tuple(segments),
+            small_s + sum(a for a, b in pairs if a >= b),
+            sum(b for a, b in pairs if b > a),
+            operations * self._lane.launch_s,
+        )
+
+    def _shares(self, p: _Parts, streamed: float | SplitTable) -> tuple[float, float]:
+        """Of one product: (rows that the host computes, rows that are copied), of all its rows."""
+        item = p.item
+        if item.placement is Placement.RESIDENT:
+            return 0.0, 0.0
+        if item.placement is Placement.HOST:
+            return 1.0, 0.0
+        if item.placement is Placement.STREAM:
+            return 0.0, 1.0
+        share = streamed.share(p.num_tokens) if isinstance(streamed, SplitTable) else streamed
+        copied = streamed_rows(share, item.host_rows)
+        return (item.host_rows - copied) / item.num_rows, copied / item.num_rows
 
     def _step(
-        self,
-        load: StepLoad,
-        attention: tuple[float, float],
-        segments: Sequence[tuple[_Segment, tuple[_Parts, ...]]],
-        streamed: float | SplitTable,
-        share: float | None,
-        dram_rate: float,
+        self, load: StepLoad, streamed: float | SplitTable, dram_rate: float
     ) -> tuple[StepTime, float]:
         """A step while the host's processor reads ``dram_rate``; also the bytes copied."""
-        lane, is_host_lane = self._lane, self.profile.device is None
-        memory, arithmetic = (DRAM, HOST_ARITHMETIC) if is_host_lane else (HBM, DEVICE_ARITHMETIC)
+        measured, lane = self._parts_at(load), self._lane
+        link, back = self._link.bytes_per_s, self._link_back.bytes_per_s
+        sync_s, host_launch_s = self.profile.sync_s, self._host.launch_s
+        slower = self._host.bytes_per_s / dram_rate
         busy = dict.fromkeys((HBM, DEVICE_ARITHMETIC, DRAM, HOST_ARITHMETIC, LINK), 0.0)
         #: Seconds of the step's course, by what they were spent on.
         held = dict.fromkeys((*busy, SYNCHRONISATION, FIXED), 0.0)
-        slower = self._host.bytes_per_s / dram_rate
-        back_rate = self._link_back.bytes_per_s
-        total = fixed = synced = copied_bytes = host_bytes = 0.0
-
-        def spend(name: str, seconds: float) -> None:
-            held[name] += seconds
-
-        num_layers = max(self.shape.num_layers, 1)
-        for segment, parts in segments:
+        total = synced = copied_bytes = host_bytes = 0.0
+        fixed = measured.launches + _fixed_s(lane, load)
+        for segment, parts in measured.segments:
             begun = dict(held)
-            link_bytes, num_copies, course = 0.0, 0, 0.0
+            link_bytes = course = 0.0
+            num_copies = 0
             for p in parts:
-                item = p.item
-                count = item.number
-                if not p.num_tokens:
-                    continue
-                host_share = item.host_rows / item.num_rows
-                if item.placement is Placement.RESIDENT:
-                    on_device, on_host, copied = 1.0, 0.0, 0.0
-                elif item.placement is Placement.HOST:
-                    on_device, on_host, copied = 0.0, 1.0, 0.0
-                elif item.placement is Placement.STREAM:
-                    on_device, on_host, copied = 1.0, 0.0, 1.0
-                else:
-                    if share is None:
-                        assert isinstance(streamed, SplitTable)
-                        wanted = streamed.share(p.num_tokens)
-                    else:
-                        wanted = share
-                    rows = streamed_rows(wanted, item.host_rows)
-                    copied = rows / item.num_rows
-                    on_host = host_share - copied
-                    on_device = 1.0 - on_host
-                device = max(p.device_read, p.device_compute) * on_device * count
-                device += lane.launch_s * count if on_device else 0.0
-                busy[memory] += p.device_read * on_device * count
-                busy[arithmetic] += p.device_compute * on_device * count
-                link_bytes += copied * item.weight.num_bytes * count
-                num_copies += count if copied else 0
+                item, number = p.item, p.item.number
+                on_host, copied = self._shares(p, streamed)
+                on_device = 1.0 - on_host
+                read, compute = (each * on_device * number for each in p.device)
+                device = max(read, compute)
+                busy[HBM] += read
+                busy[DEVICE_ARITHMETIC] += compute
+                limit = HBM if read >= compute else DEVICE_ARITHMETIC
+                moved = copied * item.weight.num_bytes * number
+                if self._compresses and _is_compressible(item):
+                    # Unpacked on the device right before the product.
+                    unpack_s = moved / self._decompressing
+                    device += unpack_s
+                    busy[HBM] += unpack_s
+                    moved /= TYPICAL_RATIO
+                link_bytes += moved
+                num_copies += number if copied else 0
                 if not on_host:
-                    fixed += lane.launch_s * count
+                    held[limit] += device
                     course += device
-                    spend(memory if p.device_read >= p.device_compute else arithmetic, device)
                     continue
-                read = p.host_read * on_host * count
-                compute = p.host_compute * on_host * count
+                read, compute = (each * on_host * number for each in p.host)
                 busy[DRAM] += read
                 busy[HOST_ARITHMETIC] += compute
                 host_bytes += read * self._host.bytes_per_s
-                cross = self.profile.sync_s * (item.num_in + item.num_out)
-                cross += p.bytes_in / back_rate + on_host * p.bytes_out / self._link.bytes_per_s
-                link_bytes += on_host * p.bytes_out
-                launch = self._host.launch_s * count
+                launch = host_launch_s * number
                 host = max(read * slower, compute)
-                if on_device and device > host + launch + cross:
-                    course += device
-                    spend(memory if p.device_read >= p.device_compute else arithmetic, device)
-                    continue
-                course += host + launch + cross
-                synced += cross
+                # Both send their parts to each other; what the host has done alone may stay there.
+                num_out = number if on_device else item.num_out
+                out_bytes = on_host * num_out * p.bytes_out
+                there = item.num_in * (sync_s + p.bytes_in / back)
+                crossing = there + num_out * sync_s + out_bytes / link
+                returning = 0.0
+                if on_device:
+                    returning = number * (sync_s + on_device * p.bytes_out / back)
+                link_bytes += out_bytes
                 fixed += launch
-                spend(DRAM if read * slower >= compute else HOST_ARITHMETIC, host)
-                spend(SYNCHRONISATION, cross)
-                spend(FIXED, launch)
-            part = segment.num_layers / num_layers
-            launches = lane.launch_s * segment.num_layers
-            course += part * sum(attention) + launches
-            fixed += launches
-            for name, seconds in zip((memory, arithmetic), attention, strict=True):
-                busy[name] += part * seconds
-                spend(name, part * seconds)
+                if device + returning > host + launch + crossing:
+                    course += device + returning
+                    held[limit] += device
+                    crossing = returning
+                else:
+                    course += host + launch + crossing
+                    held[DRAM if read * slower >= compute else HOST_ARITHMETIC] += host
+                    held[FIXED] += launch
+                held[SYNCHRONISATION] += crossing
+                synced += crossing
+            part = segment.num_layers / max(self.shape.num_layers, 1)
+            for name, seconds in (
+                (HBM, measured.read),
+                (DEVICE_ARITHMETIC, measured.compute),
+                (FIXED, measured.launches),
+            ):
+                course += part * seconds
+                held[name] += part * seconds
             copied_bytes += link_bytes
-            copy_s = link_bytes / self._link.bytes_per_s + num_copies * self._link.latency_s
+            copy_s = link_bytes / link + num_copies * self._link.latency_s
             busy[LINK] += copy_s
-            if not segment.is_streaming or not self._is_async:
-                if segment.is_streaming:
-                    spend(LINK, copy_s)
-                    course += copy_s
+            if not segment.is_streaming:
                 total += course
-                continue
-            # What came before has filled the ring, at best.
-            ahead = min(total, self._ring_bytes / self._link.bytes_per_s)
-            left = copy_s - ahead
-            if left > course:
-                held.update(begun)
-                spend(LINK, left)
-            total += max(course, left)
-        steps = lane.step_s + load.num_seqs * lane.token_s + load.num_tokens * lane.prompt_token_s
-        if lane.small_bytes_per_s:
-            # Measured: what is left beside products and attention is counted, too.
-            operations, small_s = small_parts(lane, self.shape, load)
-            steps += (operations - self._num_started) * lane.launch_s
-            total += small_s
-            busy[memory] += small_s
-            spend(memory, small_s)
-        total, fixed = total + steps, fixed + steps
-        spend(FIXED, steps)
-        hbm_read = busy[HBM]
-        busy[DRAM] += copied_bytes / self._dram
-        if not is_host_lane:
-            busy[HBM] += copied_bytes / lane.total_bytes_per_s
+            elif not self._is_async:
+                held[LINK] += copy_s
+                total += course + copy_s
+            else:
+                # What came before has filled the ring, at best.
+                left = copy_s - min(total, self._ring_bytes / link)
+                if left > course:
+                    held = {**begun, LINK: begun[LINK] + left}
+                total += max(course, left)
+        busy[HBM] += measured.read
+        busy[DEVICE_ARITHMETIC] += measured.compute
+        held[FIXED] += _fixed_s(lane, load)
+        total += _fixed_s(lane, load)
         # Whatever the order, a memory does not give more than it can to all together.
-        shared_dram = (host_bytes + copied_bytes) / self._dram if copied_bytes else 0.0
-        shared_hbm = (hbm_read * lane.bytes_per_s + copied_bytes) / lane.total_bytes_per_s
-        for name, seconds in ((DRAM, shared_dram), (HBM, 0.0 if is_host_lane else shared_hbm)):
+        hbm_bytes = busy[HBM] * lane.bytes_per_s + copied_bytes
+        shared = {HBM: hbm_bytes / lane.total_bytes_per_s}
+        if copied_bytes:
+            shared[DRAM] = (host_bytes + copied_bytes) / self._dram
+        for name, seconds in shared.items():
             if seconds > total:
-                total = seconds
-                held[name] = seconds
+                total = held[name] = seconds
+        busy[HBM] += copied_bytes / lane.total_bytes_per_s
+        busy[DRAM] += copied_bytes / self._dram
         limit = max(held, key=lambda name: held[name])
-        parts_s = {**busy, SYNCHRONISATION: synced, FIXED: fixed}
-        return StepTime(total, limit, {k: v for k, v in parts_s.items() if v}), copied_bytes
+        seconds_of = {**busy, SYNCHRONISATION: synced, FIXED: fixed}
+        return StepTime(total, limit, {k: v for k, v in seconds_of.items() if v}), copied_bytes
+
+
+def _fixed_s(processor: Processor, load: StepLoad) -> float:
+    """What a step costs beside its operations."""
+    return (
+        processor.step_s
+        + load.num_seqs * processor.token_s
+        + load.num_tokens * processor.prompt_token_s
+    )
 
 
 def step_time(
@@ -365,72 +406,82 @@ def step_time(
     return CostModel(profile, shape, places).step(load, streamed)
 
 
-def _is_head(weight: WeightShape) -> bool:
-    return weight.kind is WeightKind.TIED or weight.path.startswith("head.")
+def _is_compressible(item: _Item) -> bool:
+    weight = item.weight
+    is_matrix = weight.kind is WeightKind.MATRIX and weight.form == "bfloat16"
+    return item.placement is Placement.STREAM and is_matrix
 
 
 def _segments(shape: ModelShape, places: Mapping[str, WeightPlace] | None) -> tuple[_Segment, ...]:
     """Equal weights together: 80 layers are as quick as one."""
-    layers: list[tuple[int | None, list[WeightShape]]] = []
-    heads = [weight for weight in shape.weights if _is_head(weight)]
-    for weight in (*(w for w in shape.weights if not _is_head(w)), *heads):
-        if weight.kind in (WeightKind.VECTOR, WeightKind.TABLE):
-            continue  # Read in passing, or a few rows of it.
-        index = layer_index(weight.path)
-        if index is None or not layers or layers[-1][0] != index:
-            layers.append((index, []))
-        layers[-1][1].append(weight)
-    found: list[tuple[bool, int, dict[tuple[object, ...], _Item]]] = []
-    for index, weights in layers:
-        placed = [(w, None if places is None else places[w.path]) for w in weights]
-        linked = (Placement.STREAM, Placement.SPLIT)
-        streams = any(place is not None and place.placement in linked for _, place in placed)
-        if not found or found[-1][0] != streams:
-            found.append((streams, 0, {}))
-        _, count, items = found[-1]
-        found[-1] = (streams, count + (index is not None), items)
-        stays = False
-        for number, (weight, place) in enumerate(placed):
-            item = _item(weight, place)
-            following = placed[number + 1][1] if number + 1 < len(placed) else None
-            on_host = item.placement is Placement.HOST
-            # Between an MLP's matrices activations stay where they are.
-            goes_on = (
-                on_host
-                and (weight.is_paired or weight.kind is WeightKind.EXPERTS)
-                and not stays
-                and following is not None
-                and following.placement is Placement.HOST
-            )
-            crosses = item.placement in (Placement.HOST, Placement.SPLIT)
-            item = item._replace(
-                num_in=int(crosses and not stays), num_out=int(crosses and not goes_on)
-            )
-            stays = goes_on
+    products = [weight for weight in shape.weights if is_product(weight)]
+    # A tied head comes last, though its table comes first.
+    products.sort(key=is_head)
+    resident = Placement.RESIDENT
+    placed = [
+        places[w.path] if places is not None else WeightPlace(resident, w.module.rows)
+        for w in products
+    ]
+    crossings = _crossings(products, placed)
+    layers = [layer_index(weight.path) for weight in products]
+    linked = (Placement.STREAM, Placement.SPLIT)
+    streaming = {
+        layer: any(p.placement in linked for _, p in group)
+        for layer, group in groupby(zip(layers, placed, strict=True), lambda pair: pair[0])
+    }
+    found: list[_Segment] = []
+    for streams, group in groupby(range(len(products)), lambda k: streaming[layers[k]]):
+        items: dict[tuple[object, ...], _Item] = {}
+        seen = set()
+        for k in group:
+            weight, place = products[k], placed[k]
+            seen.add(layers[k])
             key = (
-                *(weight.rows, weight.columns, weight.kind, weight.form, weight.num_bytes),
-                *(weight.num_experts, weight.num_chosen, *item[1:5], *item[6:]),
+                *(weight.rows, weight.columns, weight.form, weight.num_bytes, weight.num_experts),
+                *(weight.num_chosen, is_head(weight), place),
             )
-            known = items.get(key)
-            if known is None:
-                items[key] = item
-            else:
-                items[key] = known._replace(
-                    number=known.number + 1,
-                    num_in=known.num_in + item.num_in,
-                    num_out=known.num_out + item.num_out,
-                )
-    if len(found) > 1 and found[0][0] and not found[-1][0]:
+            num_in, num_out = crossings[k]
+            if key not in items:
+                rows = weight.module.rows
+                on_host = rows - place.resident_rows
+                items[key] = _Item(weight, place.placement, rows, on_host, is_head(weight), 0)
+            known = items[key]
+            items[key] = known._replace(
+                number=known.number + 1,
+                num_in=known.num_in + num_in,
+                num_out=known.num_out + num_out,
+            )
+        found.append(_Segment(streams, len(seen - {None}), tuple(items.values())))
+    if len(found) > 1 and found[0].is_streaming and not found[-1].is_streaming:
         # Steps follow each other: what comes last lets the next step's first copies run ahead.
         found.insert(0, found.pop())
-    return tuple(_Segment(streams, n, tuple(items.values())) for streams, n, items in found)
+    return tuple(found)
 
 
-def _item(weight: WeightShape, place: WeightPlace | None) -> _Item:
-    rows = weight.module.rows
-    placement = Placement.RESIDENT if place is None else place.placement
-    host_rows = 0 if place is None else rows - place.resident_rows
-    return _Item(weight, placement, rows, host_rows, _is_head(weight), 1, 0, 0)
+def _crossings(
+    products: Sequence[WeightShape], placed: Sequence[WeightPlace]
+) -> list[tuple[bool, bool]]:
+    """Of each product with rows on the host: whether its input is the device's alone, and whether
+    the device needs its result. Attention is the device's: between the products of a module of that
+    name, and so around it."""
+    parents = [w.path.removesuffix(".weight").rpartition(".")[0] for w in products]
+    shared = (Placement.HOST, Placement.SPLIT)
+    found = []
+    for k, place in enumerate(placed):
+        is_attention = parents[k].endswith("attention")
+        is_after = is_attention and k > 0 and parents[k - 1] == parents[k]
+        before = placed[k - 1].placement if k else Placement.RESIDENT
+        from_device = is_after or before not in shared
+        following = placed[k + 1] if k + 1 < len(placed) else None
+        to_device = (
+            (is_attention and not is_after)
+            or following is None
+            or following.placement not in shared
+            or following.resident_rows > 0
+        )
+        on_host = place.placement in shared
+        found.append((on_host and from_device, on_host and to_device))
+    return found
 
 
 def bound(
@@ -448,9 +499,9 @@ def bound(
     def sums(processor: Processor) -> tuple[float, float]:
         read = compute = 0.0
         for weight in shape.weights:
-            if weight.kind in (WeightKind.VECTOR, WeightKind.TABLE):
+            if not is_product(weight):
                 continue
-            rows = load.num_seqs if _is_head(weight) else load.num_tokens
+            rows = load.num_seqs if is_head(weight) else load.num_tokens
             a, b = product_parts(processor, weight, rows)
             read, compute = read + a, compute + b
         return read, compute
@@ -482,10 +533,3 @@ def bound(
         else:
             low += third
     return seconds((low + high) / 2)
-
-
-def with_link_limit(profile: HardwareProfile, limit: float | None) -> HardwareProfile:
-    """The same machine where no more than ``limit`` bytes a second may be copied."""
-    if limit is None or profile.link is None:
-        return profile
-    return replace(profile, link=profile.link.limited(limit))

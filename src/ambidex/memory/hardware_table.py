@@ -97,7 +97,7 @@ GPUS = (
     GpuRow("T4", 16, 320, 8.1, 65, 130, 3, 16, f"{_SHEET} of T4", has_bf16=False),
     GpuRow("L4", 24, 300, 30.3, 121, 242.5, 4, 16, f"{_SHEET} of L4 (dense)"),
     GpuRow("A10", 24, 600, 31.2, 125, 250, 4, 16, f"{_SHEET} of A10"),
-    GpuRow("A10G", 24, 600, 35, 70, 140, 4, 16, f"{_SHEET} of A10G"),
+    GpuRow("A10G", 24, 600, 35, 70, 140, 4, 16, "AWS data sheet of A10G"),
     GpuRow("A30", 24, 933, 10.3, 165, 330, 4, 16, f"{_SHEET} of A30"),
     GpuRow("A100-40", 40, 1555, 19.5, 312, 624, 4, 16, f"{_SHEET} of A100", ("a100 40gb",)),
     GpuRow(
@@ -222,7 +222,10 @@ class CpuRow:
 _ARK, _AMD = "Intel ARK", "AMD product page"
 
 CPUS = (
-    CpuRow("Xeon E5-2678 v3", 12, 2.5, 4, 2133, "avx2", 3, _ARK, ("e5 2678 v3", "e5 2678")),
+    CpuRow(
+        "Xeon E5-2678 v3", 12, 2.5, 4, 2133, "avx2", 3, "as sold; memory as E5-2600 v3",
+        ("e5 2678 v3", "e5 2678"),
+    ),
     CpuRow("Xeon Gold 6248", 20, 2.5, 6, 2933, "avx512-vnni", 3, _ARK, ("gold 6248", "6248")),
     CpuRow(
         "Xeon Platinum 8358", 32, 2.6, 8, 3200, "avx512-vnni", 4, _ARK, ("platinum 8358", "8358")
@@ -237,16 +240,19 @@ CPUS = (
     CpuRow("EPYC 9354", 32, 3.25, 12, 4800, "avx512-halves", 5, _AMD, ("9354",)),
     CpuRow("EPYC 9654", 96, 2.4, 12, 4800, "avx512-halves", 5, _AMD, ("9654",)),
     CpuRow(
-        "Core i9-13900K", 24, 4.3, 2, 5600, "avx2-vnni", 5, _ARK, ("i9 13900k", "13900k"), 16, 64
+        "Core i9-13900K", 24, 4.9, 2, 5600, "avx2-vnni", 5, _ARK, ("i9 13900k", "13900k"), 16, 64
     ),
     CpuRow(
-        "Core i7-12700K", 12, 3.8, 2, 4800, "avx2-vnni", 5, _ARK, ("i7 12700k", "12700k"), 10, 64
+        "Core i7-12700K", 12, 4.5, 2, 4800, "avx2-vnni", 5, _ARK, ("i7 12700k", "12700k"), 10, 64
     ),
     CpuRow("Ryzen 7 5800X", 8, 4.5, 2, 3200, "avx2", 4, _AMD, ("ryzen 5800x", "5800x"), 0, 64),
     CpuRow(
         "Ryzen 9 7950X", 16, 5.0, 2, 5200, "avx512-halves", 5, _AMD, ("ryzen 7950x", "7950x"), 0, 64
     ),
-    CpuRow("Grace", 72, 3.1, 1, 64000, "neon", 5, f"{_SHEET} of GH200", ("grace cpu",), 0, 480),
+    CpuRow(
+        "Grace", 72, 3.1, 1, 48000, "neon", 5, "NVIDIA Grace tuning guide (480 GB module)",
+        ("grace cpu",), 0, 480,
+    ),
 )  # fmt: skip
 
 #: The host that a GPU gets where none is named, by whether it is a server's and its link.

@@ -73,6 +73,7 @@ class Judge:
                 link_limit=self._offload.link_limit_bytes_per_s,
                 is_async=self._offload.is_async,
                 ring_bytes=draft.ring_layers * draft.ring_layer_bytes,
+                compress=self._offload.compress,
             )
             self._models[id(draft)] = draft, model
         return self._models[id(draft)][1]

@@ -201,3 +201,11 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people, in three digits: ``12.3 s``, ``45.6 ms``, ``789 us``."""
+    unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
+    number = seconds / size
+    digits = 0 if number >= 100 else 1 if number >= 10 else 2
+    return f"{number:,.{digits}f} {unit}"

@@ -46,7 +46,7 @@ def product_parts(
     """(seconds of reading, seconds of arithmetic) of a product of ``num_tokens`` rows with
     ``share`` of the rows of ``weight``; the longer one counts. ``kept``: the share that caches
     hold."""
-    used = min(weight.num_experts, num_tokens * weight.num_chosen)
+    used = experts_used(weight, num_tokens)
     read = weight.num_bytes * used / weight.num_experts
     rows_each = num_tokens * weight.num_chosen / used if used else 0
     flops = 2.0 * weight.rows * weight.columns * weight.num_chosen * num_tokens
@@ -54,6 +54,13 @@ def product_parts(
     input_s = rate.input_s * weight.columns * weight.num_chosen * num_tokens
     compute_s = share * (flops / rate.flops(rows_each) + input_s) if flops else 0.0
     return _parts(processor.bytes_per_s, rate, compute_s, share * read, kept)
+
+
+def experts_used(weight: WeightShape, num_tokens: float) -> float:
+    """Of a weight's experts, how many are expected to be used by ``num_tokens`` tokens that choose
+    apart from each other, each expert as often as the others."""
+    left_out = 1 - weight.num_chosen / weight.num_experts
+    return float(weight.num_experts * (1 - left_out**num_tokens))
 
 
 def attention_parts(
@@ -123,7 +130,7 @@ def step_bytes(shape: ModelShape, load: StepLoad) -> float:
     total = 0.0
     for weight in shape.weights:
         if is_product(weight):
-            used = min(weight.num_experts, load.num_tokens * weight.num_chosen)
+            used = experts_used(weight, load.num_tokens)
             total += weight.num_bytes * used / weight.num_experts
     for group in shape.kv:
         total += load.num_seqs * _seen(group, load.num_context) * group.bytes_per_token

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ambidex.config import OffloadConfig
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.memory.judge import Judge, Mix
-from ambidex.memory.ledger import format_bytes
+from ambidex.memory.ledger import format_bytes, format_seconds
 from ambidex.memory.model_shape import ModelShape
 from ambidex.memory.profile import HardwareProfile
 from ambidex.memory.split import SplitTable
@@ -155,7 +155,7 @@ _HOW = {
 
 
 def _times(seconds: Iterable[float]) -> str:
-    *first, last = (f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.3g} ms" for s in seconds)
+    *first, last = map(format_seconds, seconds)
     return f"{', '.join(first)} and {last}"
 
 

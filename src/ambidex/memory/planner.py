@@ -16,7 +16,7 @@ from ambidex.config import EngineConfig
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.memory.cost_model import CostModel, StepTime
 from ambidex.memory.judge import TYPICAL_PROMPT, typical_mix
-from ambidex.memory.ledger import HOST, Ledger, MemorySnapshot, format_bytes
+from ambidex.memory.ledger import HOST, Ledger, MemorySnapshot, format_bytes, format_seconds
 from ambidex.memory.model_shape import ModelShape
 from ambidex.memory.operations import StepLoad
 from ambidex.memory.placement import ModuleSize, Placement, PlacementPlan, plan_placement
@@ -34,11 +34,14 @@ from ambidex.memory.split import SplitTable
 from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
+    check_room_for_weights,
+    comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
     room_for_kv,
     rope_bytes,
 )
+from ambidex.memory.weight_places import WeightKind
 
 __all__ = ["Plan", "PlanRefused", "Prediction", "Proposal", "make_plan", "plan_with_cache"]
 
@@ -171,16 +174,13 @@ def _refusal(reason: str, proposals: Sequence[Proposal]) -> str:
             "was tried fits either: it takes a machine with more memory, or a smaller model."
         )
     lines = [
-        f"{proposal.flags} (first token {_seconds(proposal.predictions['ttft_1'])}, then "
-        f"{_seconds(proposal.predictions['tpot_1'])} a token)"
+        "{} (first token {}, then {} a token)".format(
+            proposal.flags,
+            *(format_seconds(proposal.predictions[key].seconds) for key in ("ttft_1", "tpot_1")),
+        )
         for proposal in proposals
     ]
     return f"{reason} These were planned, and fit: {'; '.join(lines)}."
-
-
-def _seconds(prediction: Prediction) -> str:
-    seconds = prediction.seconds
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 # --- one plan ---------------------------------------------------------------------------------
@@ -215,7 +215,26 @@ def _plan(
         beside = graph_bytes(sizes, captured) + rope_bytes(shape, length)
         share = ASKED_KV_SHARE
         kv_room = room_for_kv(groups, cache, limits, length, is_given)
+        of_kv = "the KV cache"
         least_steps = step_bytes(length if is_given else 1)
+        unpacked = _unpacked_bytes(shape, config)
+        needs = {
+            "the largest step": least_steps,
+            "captured steps (none with --enforce-eager)": graph_bytes(sizes, captured),
+            "tables of positions": rope_bytes(shape, length),
+            "decompressing a weight": unpacked,
+            of_kv: kv_room,
+        }
+        check_room_for_weights(lane, needs)
+        comfortable = comfortable_kv_bytes(
+            config.offload,
+            shape.weight_bytes,
+            lane.free_bytes - sum(needs.values()),
+            lane.capacity_bytes,
+            host.free_bytes - step_bytes(1),
+        )
+        kv_room = room_for_kv(groups, cache, limits, length, is_given, comfortable)
+        needs[of_kv] = kv_room
         placement, cache_bytes = plan_with_cache(
             shape.modules,
             lambda num_bytes: plan_placement(
@@ -226,13 +245,15 @@ def _plan(
                 profile,
                 typical_mix(shape, limits, kv_room),
             ),
-            max(lane.free_bytes - least_steps - beside - kv_room, 0),
+            lane.free_bytes - sum(needs.values()),
             lane.capacity_bytes // CACHE_DIVISOR,
             config.offload.moe_expert_cache,
         )
         host.reserve("weights", "weights", placement.host_bytes)
         lane.reserve("weights", "weights", placement.device_bytes + cache_bytes)
         lane.reserve("staging", "streamed weights", placement.staging_bytes)
+        if placement.streamed_bytes:
+            lane.reserve("staging", "a decompressed weight", unpacked)
     else:
         _reserve_weights(host, shape, step_bytes(1))
     of_memory = "host memory" if lane is host else lane.name
@@ -335,6 +356,14 @@ def _device_ledger(profile: HardwareProfile, config: EngineConfig) -> Ledger:
     return ledger
 
 
+def _unpacked_bytes(shape: ModelShape, config: EngineConfig) -> int:
+    """Of the largest weight that may be streamed compressed."""
+    if not config.offload.compress:
+        return 0
+    weights = (w for w in shape.weights if w.kind is WeightKind.MATRIX and w.form == "bfloat16")
+    return max((weight.num_bytes for weight in weights), default=0)
+
+
 def _reserve_weights(host: Ledger, shape: ModelShape, step_bytes: int) -> None:
     if shape.weight_bytes > host.free_bytes:
         raise OutOfMemory(
@@ -400,6 +429,7 @@ def _predict(
         link_limit=offload.link_limit_bytes_per_s,
         is_async=offload.is_async,
         ring_bytes=None if placement is None else placement.staging_bytes,
+        compress=offload.compress,
     )
     table = None if placement is None else placement.split_table
     #: Half of the answer is there, on average.

@@ -222,6 +222,19 @@ def least_kv_bytes(
     return sizes.request_bytes(length)
 
 
+def kv_bytes_within(
+    groups: Sequence[GroupSize],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int,
+    most_bytes: int,
+) -> int:
+    """Bytes of the cache for the longest request that takes no more than ``most_bytes``."""
+    sizes = _Sizes(groups, cache.block_size, scheduler.max_num_batched_tokens)
+    longest = _largest(max_model_len, lambda n: sizes.request_bytes(n) <= most_bytes)
+    return sizes.request_bytes(longest) if longest else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """Tokens, blocks and bytes of a model's KV groups."""

@@ -6,16 +6,22 @@ Loading reserves by them before anything is there, and the planner prints the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ambidex.config import CacheConfig, CheckpointConfig, SchedulerConfig
+from ambidex.config import CacheConfig, CheckpointConfig, OffloadConfig, SchedulerConfig
+from ambidex.errors import OutOfMemory
 from ambidex.memory.expert_cache import MAX_ROWS
+from ambidex.memory.ledger import Ledger, format_bytes
 from ambidex.memory.model_shape import KVShape, ModelShape
-from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, least_kv_bytes
+from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, kv_bytes_within, least_kv_bytes
 
 #: Most rows of a captured step: beyond, launching takes little beside computing.
 MAX_CAPTURED_ROWS = 16
+#: Attention gathers keys and values of at least so many positions.
+MIN_GATHERED = 1 << 15
+#: Where weights leave an accelerator anyway, one request may take this part of its memory.
+KV_DIVISOR = 8
 #: Rotation tables grow by this many positions.
 ROPE_CHUNK = 1024
 
@@ -75,13 +81,33 @@ def _width(group: KVShape) -> int:
 def activation_bytes(sizes: StepSizes, limits: SchedulerConfig, max_model_len: int) -> int:
     """An upper estimate of what a step needs beside weights and KV, in bytes."""
     rows = limits.max_num_batched_tokens
-    layer = rows * (8 * sizes.hidden + 4 * sizes.inner + 4 * sizes.kv_width)
     # Logits, and about three temporaries of the sampler.
     logits = 4 * sizes.vocab * max(limits.max_num_seqs, 128)
     # Keys and values of one layer as gathered, narrow and widened.
-    gathered = 4 * sizes.kv_width * max(max_model_len, 1 << 15)
+    gathered = 4 * sizes.kv_width * max(max_model_len, MIN_GATHERED)
     shared = 3 * sizes.num_chosen * sizes.hidden * min(rows, MAX_ROWS)
-    return 4 * (layer + logits + gathered + shared)
+    return layer_bytes(sizes, limits) + 4 * (logits + gathered + shared)
+
+
+def layer_bytes(sizes: StepSizes, limits: SchedulerConfig) -> int:
+    """Of that: an upper estimate of the results of a layer."""
+    row = 8 * sizes.hidden + 4 * sizes.inner + 4 * sizes.kv_width
+    return 4 * limits.max_num_batched_tokens * row
+
+
+def check_room_for_weights(ledger: Ledger, needs: Mapping[str, int]) -> None:
+    """Raises OutOfMemory where what an accelerator ``needs`` beside weights leaves nothing."""
+    total, free = sum(needs.values()), ledger.free_bytes
+    if total < free:
+        return
+    parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
+    raise OutOfMemory(
+        f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
+        f"need {format_bytes(total)}, {', '.join(parts)}. Lower --max-num-batched-tokens or "
+        "--max-num-seqs, --kv-cache-memory-bytes or --max-model-len, or give more than "
+        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
+        "--gpu-memory-utilization)."
+    )
 
 
 def graph_rows(max_num_seqs: int) -> list[int]:
@@ -115,12 +141,38 @@ def room_for_kv(
     limits: SchedulerConfig,
     max_model_len: int,
     is_length_given: bool,
+    comfortable_bytes: int = 0,
 ) -> int:
     """What weights leave for the KV cache on an accelerator. A cache whose size nobody gave takes
-    a share of what is left, and the least that it has to hold must be within that."""
+    a share of what is left, and the least that it has to hold must be within that; where neither a
+    size nor a length was given, that is a longer request within ``comfortable_bytes``."""
     least = least_kv_bytes(groups, cache, limits, max_model_len, is_length_given)
-    is_given = cache.num_blocks is not None or cache.kv_cache_bytes is not None
-    return least if is_given else math.ceil(least / ASKED_KV_SHARE) + 1
+    if cache.num_blocks is not None or cache.kv_cache_bytes is not None:
+        return least
+    if not is_length_given:
+        # Steps take no more for it than for one token.
+        longest = min(max_model_len, MIN_GATHERED)
+        least = max(least, kv_bytes_within(groups, cache, limits, longest, comfortable_bytes))
+    return math.ceil(least / ASKED_KV_SHARE) + 1
+
+
+def comfortable_kv_bytes(
+    offload: OffloadConfig,
+    weight_bytes: int,
+    left_bytes: int,
+    capacity_bytes: int,
+    host_bytes: int,
+) -> int:
+    """What of an accelerator's memory a KV cache of nobody's choice may push weights out of.
+
+    Where weights fit (``left_bytes`` are left for them), or it was said which leave: nothing. Where
+    some leave anyway, a few more make room for a request of a useful length, if ``host_bytes`` of
+    the host take them.
+    """
+    room = capacity_bytes // KV_DIVISOR
+    is_asked = offload.cpu_offload_bytes is not None or offload.patterns
+    leaving = weight_bytes - left_bytes
+    return 0 if is_asked or leaving <= 0 or leaving + 2 * room > host_bytes else room
 
 
 def rope_bytes(shape: ModelShape, max_model_len: int) -> int:

@@ -6,10 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import Tensor
-
 from ambidex.device.cpu import CPUDevice
+from ambidex.device.host_memory import HostMemory
 from ambidex.device.probe import core_rate
 from ambidex.device.queued import QueuedKernels
 from ambidex.device.registry import make_accelerator
@@ -33,6 +31,8 @@ class Hands:
     threads: ThreadPlan
     accelerator: Accelerator | None = None
     placed: PlacedKernels | None = None
+    #: For the host's results beside an accelerator.
+    host_memory: HostMemory | None = None
 
     @property
     def device(self) -> Device:
@@ -73,29 +73,6 @@ class Hands:
             ledger.release_all()
 
 
-class HostMemory:
-    """The host's memory beside an accelerator's, as the host's queue sees it."""
-
-    name = "host"
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def owns(self, tensor: Tensor) -> bool:
-        return tensor.numel() == 0 or not self._accelerator.owns(tensor)
-
-    def store(self, tensor: Tensor, account: str = "weights") -> Tensor:
-        return tensor
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"
-    ) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-
 def available_cpus() -> set[int]:
     """CPUs that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -128,15 +105,16 @@ def open_hands(config: EngineConfig) -> Hands:
             config.cpu_threads, config.cpu_bind, os.environ, near_node=accelerator.node
         )
     host = _make_host(plan)
+    memory = HostMemory(accelerator)
     queue = QueuedKernels(
         host.kernels,
         accelerator.new_stream("host", host.prepare_thread),
-        HostMemory(accelerator),
+        memory,
         accelerator.host_rate(plan.num_threads),
         "the host's",
     )
     placed = PlacedKernels(accelerator, queue, cast("HostTable", host.kernels))
-    return Hands(host, plan, accelerator, placed)
+    return Hands(host, plan, accelerator, placed, memory)
 
 
 def _make_host(plan: ThreadPlan) -> CPUDevice:

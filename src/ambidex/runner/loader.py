@@ -33,7 +33,6 @@ from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
-from ambidex.memory.operations import StepLoad
 from ambidex.memory.sizing import (
     ASKED_KV_SHARE,
     DEFAULT_KV_SHARE,
@@ -45,12 +44,16 @@ from ambidex.memory.sizing import (
 from ambidex.memory.step_memory import (
     StepSizes,
     activation_bytes,
+    check_room_for_weights,
+    comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
+    layer_bytes,
     room_for_kv,
 )
 from ambidex.models.registry import CausalLM, build_model, model_config
 from ambidex.runner.compressing import Compressing
+from ambidex.runner.foretelling import Predict, foretell, host_profile, predictor
 from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
@@ -75,6 +78,7 @@ if TYPE_CHECKING:
     from ambidex.device.base import Device
     from ambidex.kernels.native import NativeKernels
     from ambidex.memory.ledger import Ledger, Reservation
+    from ambidex.memory.profile import HardwareProfile
     from ambidex.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+HOST_PART = "the host's part of steps"
 KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
@@ -113,8 +118,10 @@ class LoadedLane:
     load_s: float
     #: A line for each of the host's memories, where they are several.
     memory_nodes: list[str]
-    #: Seconds that a step should take; None where nothing is known of this machine's speed.
-    predict: Callable[[StepLoad], float] | None = None
+    #: Seconds by what they are of; empty where nothing is known of this machine's speed.
+    expected: dict[str, float]
+    #: Seconds that a step should take by the clock on the wall; None where nothing is known of it.
+    predict: Predict | None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
         """Module -> memory -> bytes of its weights."""
@@ -139,11 +146,12 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
+    profile = None if config.device.names_accelerator else host_profile(config)
     hands = open_hands(config)
     for note in hands.threads.notes:
         logger.warning("%s", note)
     try:
-        lane = _load_on(hands, config, progress)
+        lane = _load_on(hands, config, profile, progress)
     except BaseException as error:
         # Whoever keeps the exception does not keep weights and threads with it.
         _clear_frames(error)
@@ -162,7 +170,10 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _load_on(
-    hands: Hands, config: EngineConfig, progress: Callable[[int, int], None] | None
+    hands: Hands,
+    config: EngineConfig,
+    profile: HardwareProfile | None,
+    progress: Callable[[int, int], None] | None,
 ) -> LoadedLane:
     cache = config.cache
     resolved = resolve_model(config.model.model, revision=config.model.revision)
@@ -213,6 +224,28 @@ def _load_on(
     least_steps = step_bytes(max_model_len if is_length_given else 1)
     streaming = Compressing(hands, model, config.offload)
     beside += streaming.staging_bytes
+    if accelerator is not None:
+        needs = {
+            "the largest step": least_steps,
+            "captured steps (none with --enforce-eager)": captured_bytes,
+            "tables of positions": rope_bytes(model),
+            "decompressing a weight": streaming.staging_bytes,
+            "the KV cache": kv_room,
+        }
+        ledger = accelerator.ledger
+        check_room_for_weights(ledger, needs)
+        left = ledger.free_bytes - sum(needs.values())
+        comfortable = comfortable_kv_bytes(
+            config.offload,
+            sum(planned.values()),
+            left,
+            ledger.capacity_bytes,
+            hands.host.ledger.free_bytes - step_bytes(1),
+        )
+        kv_room = room_for_kv(
+            group_sizes, cache, config.scheduler, max_model_len, is_length_given, comfortable
+        )
+    shape = built_shape(model, groups, step_sizes, planned)
     places = plan_places(
         config,
         hands,
@@ -221,7 +254,7 @@ def _load_on(
         planned,
         least_steps + beside + kv_room,
         step_bytes(1),
-        built_shape(model, groups, step_sizes, planned),
+        shape,
         kv_room,
     )
     weights = [
@@ -262,10 +295,13 @@ def _load_on(
     if memory.size.max_model_len != max_model_len:
         # Some rope scalings depend on the longest context. So far the model takes no memory.
         model, groups = build(memory.size.max_model_len)
+    of_steps: Reservation | None = None
     place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
     if accelerator is not None:
         num_bytes = step_bytes(memory.size.max_model_len)
-        hands.host.ledger.reserve("activations", "the host's part of steps", num_bytes)
+        of_steps = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
+        assert hands.host_memory is not None
+        hands.host_memory.limit_bytes = layer_bytes(step_sizes, config.scheduler)
     if host_nodes.is_filled:
         hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
     with memory_refused(device):
@@ -321,6 +357,11 @@ def _load_on(
     warm_up(runner, largest if config.warm_up_fully else None)
     give_freed_memory_back()
     vocab_size = int(model_values.require("vocab_size"))
+    if of_steps is not None and config.warm_up_fully:
+        # All kinds of steps have been computed, the largest too.
+        hands.host.ledger.release(of_steps)
+        for name, size_bytes in _host_part_bytes(config, hands, vocab_size).items():
+            hands.host.ledger.reserve("activations", name, size_bytes)
     ropes = [module for module in submodules(model) if isinstance(module, Rope)]
     rotations = [part for rope in ropes for part in rope.tables]
     recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
@@ -338,6 +379,7 @@ def _load_on(
         notes.append(
             f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
         )
+    predict = places.predict if profile is None else predictor(profile, shape)
     return LoadedLane(
         hands=hands,
         device=device,
@@ -357,6 +399,8 @@ def _load_on(
         notes=notes,
         load_s=0.0,
         memory_nodes=host_nodes.describe(),
+        expected=foretell(predict, config, size.max_model_len) if predict else {},
+        predict=predict if accelerator is None or accelerator.is_real_time else None,
     )
 
 
@@ -401,6 +445,17 @@ def _describe_dtype(asked: str, dtype: str, stored: str) -> str:
     if asked == "auto":
         return f"{dtype} (auto: what this CPU's kernels compute in; stored as {stored})"
     return dtype if dtype == "float32" else f"{dtype} weights, float32 arithmetic"
+
+
+def _host_part_bytes(config: EngineConfig, hands: Hands, vocab_size: int) -> dict[str, int]:
+    """What steps take of the host's memory beside an accelerator."""
+    assert hands.host_memory is not None
+    return {
+        HOST_PART: hands.host_memory.peak_bytes,
+        "kernel threads": cast("NativeKernels", hands.host.kernels).memory_bytes,
+        "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
+    }
 
 
 def _recorded_bytes(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
 from ambidex.layers.moe import MoE
+from ambidex.memory.cost_model import CostModel
 from ambidex.memory.expert_cache import expert_capacities
 from ambidex.memory.judge import typical_mix
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape, form_of
+from ambidex.memory.operations import StepLoad
 from ambidex.memory.placement import (
     Placement,
     WeightKind,
@@ -209,6 +211,8 @@ class Places:
     notes: list[str]
     #: Of the accelerator's memory, for copies of the host's experts.
     cache_bytes: int = 0
+    #: Seconds of a step; None without an accelerator.
+    predict: Callable[[StepLoad], float] | None = None
 
 
 def plan_places(
@@ -258,7 +262,23 @@ def plan_places(
     for line in describe(plan):
         logger.info("%s", line)
     notes = [*plan.notes, *plan.warnings]
-    return Places(places, num_bytes, plan.staging_bytes, notes, cache_bytes)
+    table = plan.split_table or SplitTable(((1, 0.0),))
+    model_of_steps = CostModel(
+        profile,
+        shape,
+        plan.places,
+        link_limit=config.offload.link_limit_bytes_per_s,
+        is_async=config.offload.is_async,
+        ring_bytes=plan.staging_bytes,
+    )
+    return Places(
+        places,
+        num_bytes,
+        plan.staging_bytes,
+        notes,
+        cache_bytes,
+        lambda load: model_of_steps.seconds(load, table),
+    )
 
 
 def _num_rows(parameter: Parameter) -> int:

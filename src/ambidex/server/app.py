@@ -22,7 +22,7 @@ from ambidex import logs
 from ambidex.errors import AmbidexError
 from ambidex.server.auth import OPEN_PATHS, AdminGuard, AuthMiddleware, route_path
 from ambidex.server.errors import INTERNAL_ERROR, ApiError
-from ambidex.server.responses import ClientGoneError, error_response, json_response
+from ambidex.server.responses import REASON, ClientGoneError, error_response, json_response
 from ambidex.server.serving_chat import serve_chat
 from ambidex.server.serving_completions import serve_completions
 from ambidex.server.serving_text import serve_detokenize, serve_generate, serve_tokenize
@@ -180,6 +180,8 @@ class Gate:
             await self._app(scope, receive, send_on)
         finally:
             self._state.num_in_flight -= not is_probe
+            # A sentence of ours about the request: it may name a field, and holds no prompt.
+            reason = scope.get(REASON)
             log.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "%s %s %d",
@@ -189,6 +191,7 @@ class Gate:
                 extra=logs.fields(
                     client=(scope.get("client") or ["?"])[0],
                     seconds=round(time.monotonic() - began_s, 3),
+                    **({"reason": f"{reason:.300}"} if reason else {}),
                 ),
             )
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ambidex.errors import AmbidexError
-from ambidex.server.errors import to_api_error
+from ambidex.server.errors import ApiError, to_api_error
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,27 @@ def json_response(
     return Response(_encoder.encode(value), status, headers, "application/json")
 
 
+#: Where a request's scope holds the sentence that was sent instead of an answer.
+REASON = "ambidex.reason"
+
+
+class _ErrorResponse(Response):
+    """An answer whose reason the log of requests is told."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(
+            _encoder.encode(error.body()), error.status, error.headers, "application/json"
+        )
+        self._reason = error.message
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REASON] = self._reason
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: Exception) -> Response:
     """The answer to any error; faults of our own are not described to the client."""
-    api_error = to_api_error(error)
-    return json_response(api_error.body(), api_error.status, api_error.headers)
+    return _ErrorResponse(to_api_error(error))
 
 
 class ClientGoneError(Exception):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,6 +125,12 @@ class Checkpoint:
         """
         self._require(name)
         return self._source.load(name)
+
+    def row_reader(self, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """``read(a, b)`` gives rows ``a`` to ``b`` of what :meth:`load` gives, where that is
+        unpacked; None: it is not, or is no matrix."""
+        self._require(name)
+        return self._source.row_reader(name) if isinstance(self._source, GGUFSource) else None
 
     @property
     def quantization(self) -> str | None:

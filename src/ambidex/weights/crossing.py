@@ -121,7 +121,7 @@ class Crossings:
     def fetch_after(self, x: Tensor, event: Event) -> Tensor:
         """Copy ``x`` of the accelerator, which is computed when ``event`` is reached."""
         device = self._device
-        made = torch.empty(tuple(x.shape), dtype=x.dtype)
+        made = self._host.memory.empty(tuple(x.shape), x.dtype)
         device.copy_out.wait(event)
         self._host.stream.wait(device.copy(made, x, "activations"))
         self.num_bytes += num_bytes([x])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.memory.host import give_freed_memory_back
 from ambidex.weights.gguf_names import (
     MappedTensor,
     config_from_header,
@@ -24,6 +25,7 @@ from ambidex.weights.headers import (
     map_file,
     read_gguf_header,
     release_pages,
+    require_whole,
 )
 
 if TYPE_CHECKING:
@@ -155,6 +157,7 @@ class GGUFSource:
         out = result.view(rows.shape[0], -1).numpy()
         step = max(1, _SLICE_VALUES // out.shape[1])
         for start in range(0, len(out), step):
+            self._require_whole(tensor)
             out[start : start + step] = _dequantise(
                 rows[start : start + step], tensor.info, self.header
             )
@@ -164,6 +167,26 @@ class GGUFSource:
         if tensor.offset:
             result -= tensor.offset
         return result
+
+    def row_reader(self, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """``read(a, b)`` gives rows ``a`` to ``b`` of a matrix as :meth:`load` does; None for what
+        is no matrix."""
+        import torch
+
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 2 or tensor.offset:
+            return None
+        rows = self._packed_rows(tensor)
+
+        def read(start: int, end: int) -> torch.Tensor:
+            values = _dequantise(rows[start:end], tensor.info, self.header)
+            # Plain numbers lie in the mapped file, which torch may not be given.
+            values = values if values.flags.writeable else values.copy()
+            # The C library would keep what unpacking took, in pieces.
+            give_freed_memory_back()
+            return torch.from_numpy(values.reshape(end - start, tensor.shape[1]))
+
+        return read
 
     def quantized_form(self, name: str) -> Form | None:
         """How :meth:`load_quantized` gives the tensor; None where that is a plain tensor."""
@@ -205,6 +228,11 @@ class GGUFSource:
         plain = torch.from_numpy(self._packed_rows(tensor, writable=True))
         return plain.view(getattr(torch, _PLAIN[kind]))
 
+    def _require_whole(self, tensor: MappedTensor) -> None:
+        """Raises InvalidModelError where the tensor's file has become shorter."""
+        header = self._files[tensor.info.name]
+        require_whole(header.buffer, header.path)
+
     def _packed_rows(self, tensor: MappedTensor, *, writable: bool = False) -> numpy.ndarray:
         """The tensor as the file packs it: uint8 [rows, bytes per row], rows in our order.
 
@@ -220,11 +248,7 @@ class GGUFSource:
             if path not in self._writable:
                 self._writable[path] = map_file(path, "GGUF", 24, writable=True)
             buffer = self._writable[path]
-            if start + num_bytes > len(buffer):
-                raise InvalidModelError(
-                    f"{path} became shorter while it was read ({len(buffer)} bytes). "
-                    f"{DOWNLOAD_AGAIN}"
-                )
+        self._require_whole(tensor)
         packed = numpy.frombuffer(buffer, numpy.uint8, count=num_bytes, offset=start)
         num_rows = math.prod(shape[:-1])
         rows = packed.reshape(num_rows, -1)

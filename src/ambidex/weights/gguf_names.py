@@ -14,7 +14,13 @@ from typing import Any
 
 from ambidex.errors import InvalidModelError, UnsupportedModelError
 from ambidex.memory.architectures import latent_attention
-from ambidex.weights.headers import DOWNLOAD_AGAIN, GGUFHeader, LazyArray, TensorInfo
+from ambidex.weights.headers import (
+    DOWNLOAD_AGAIN,
+    GGUFHeader,
+    LazyArray,
+    TensorInfo,
+    require_whole,
+)
 
 #: Names outside the layers, the same for every architecture.
 _OUTER = {
@@ -153,6 +159,9 @@ class _Fields:
         """A positive integer; one list value a layer is accepted where all are the same."""
         value = self.get(name)
         if isinstance(value, list | LazyArray):
+            wrong = next((each for each in value if type(each) is not int), None)
+            if wrong is not None:
+                raise self.fail(name, f"holds {wrong!r:.40}, and must hold integers")
             values = set(value)
             if len(values) > 1:
                 raise UnsupportedModelError(
@@ -463,6 +472,7 @@ def _float_tensor(header: GGUFHeader, name: str, length: int) -> list[float] | N
             f"{header.path}: the tensor '{name}' is {info.type_name} of {info.num_elements} "
             f"values, not F32 of {length}. {DOWNLOAD_AGAIN}"
         )
+    require_whole(header.buffer, header.path)
     values = struct.unpack_from(f"<{length}f", header.buffer, info.offset)
     if not all(math.isfinite(value) and value > 0 for value in values):
         raise InvalidModelError(

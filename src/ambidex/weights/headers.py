@@ -18,7 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ambidex.errors import InvalidModelError, ModelNotFoundError, UnsupportedModelError
+from ambidex.errors import (
+    InvalidModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    memory_refusal,
+)
 
 #: What to do about a damaged file; ends most messages of this module.
 DOWNLOAD_AGAIN = "Download it again."
@@ -133,6 +138,7 @@ class LazyArray(Sequence[Any]):
 
     def _decoded(self) -> list[Any]:
         if self._values is None:
+            require_whole(self._buffer, self._source)
             cursor = _Cursor(self._buffer, self._source, self._offset)
             self._values = cursor.array_values(self._element_type, self._length)
         return self._values
@@ -210,9 +216,25 @@ def map_file(path: Path, kind: str, minimum: int, *, writable: bool = False) -> 
     except FileNotFoundError:
         raise ModelNotFoundError(f"There is no file {path}. Check the path.") from None
     except OSError as error:
+        refused = memory_refusal(error)
+        if refused is not None:
+            raise refused from None
         raise InvalidModelError(
             f"{path} cannot be read: {error.strerror or error}. Check the path and its permissions."
         ) from None
+
+
+def require_whole(mapping: mmap.mmap, path: Path | str) -> None:
+    """Raise InvalidModelError where the mapped file has become shorter since.
+
+    To be asked before a tensor is touched: what is gone from a mapped file ends the process.
+    """
+    size = mapping.size()
+    if size < len(mapping):
+        raise InvalidModelError(
+            f"{path} became shorter while it was read: {size} bytes of {len(mapping)} are left. "
+            f"{DOWNLOAD_AGAIN}"
+        )
 
 
 def release_pages(mapping: mmap.mmap) -> None:

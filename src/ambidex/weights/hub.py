@@ -383,6 +383,9 @@ def copy_verified(
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold an exclusive lock; it ends with the process, however that ends."""
+    if path.exists() and not path.is_file():
+        # Opening a pipe would wait for its reader.
+        raise DownloadError(f"{path} is no regular file. Remove it, or set AMBIDEX_CACHE.")
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

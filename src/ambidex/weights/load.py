@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Values read until the pages of the mapped file are let go.
-_RELEASE_VALUES = 1 << 26
+_RELEASE_VALUES = 1 << 24
 #: And until what was freed of the memory for packing is given back: it would come to a third of
 #: the weights.
 _TRIM_VALUES = 1 << 23
@@ -37,11 +37,18 @@ class LoadableParameter(Protocol):
     @property
     def held_bytes(self) -> int: ...
 
+    @property
+    def takes_rows(self) -> bool: ...
+
     def missing_parts(self) -> list[str]: ...
 
     def check(self, part: str, shape: tuple[int, ...], name: str, filled: set[str]) -> object: ...
 
     def load(self, device: Device, part: str, tensor: Tensor | Quantized, name: str) -> None: ...
+
+    def load_rows(
+        self, device: Device, part: str, read: Callable[[int, int], Tensor], name: str
+    ) -> None: ...
 
 
 class SizedParameter(Protocol):
@@ -139,10 +146,12 @@ def load_weights(
             unused.append(name)
             continue
         load = low_bit if low_bit is not None and parameter.is_matrix else checkpoint.load
-        tensor = load(name)
-        num_values = math.prod(tensor.shape)
-        parameter.load(device, target[1], tensor, name)
-        del tensor
+        num_values = math.prod(checkpoint.tensor_shape(name))
+        read = checkpoint.row_reader(name) if parameter.takes_rows else None
+        if read is not None and (low_bit is None or not parameter.is_matrix):
+            parameter.load_rows(device, target[1], read, name)
+        else:
+            parameter.load(device, target[1], load(name), name)
         num_read += num_values
         num_packed += num_values
         if num_packed >= _TRIM_VALUES:

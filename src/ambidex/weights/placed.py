@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ambidex.device.queued import QueuedKernels, num_bytes
+from ambidex.device.queued import QueuedKernels, memory_of, num_bytes, rows_of
 from ambidex.weights.crossing import Crossings
 from ambidex.weights.placed_weight import (
     PANEL_ROWS,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ambidex.device.base import Accelerator, Event
     from ambidex.kernels.metadata import AttentionMetadata
     from ambidex.kernels.quantized import Quantized
+    from ambidex.kernels.rows import TensorRows
     from ambidex.kernels.table import Weight
     from ambidex.weights.compressed import Compression
     from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
@@ -50,6 +51,12 @@ class HostTable(Protocol):
 
     def keep(self, pieces: list[Tensor]) -> Tensor:
         """Copy bytes, one piece behind the other, into the memory of weights that stay."""
+
+    def room(self, num_bytes: int) -> Tensor:
+        """That much of it, to be written to."""
+
+    def packed_in(self, memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Any:
+        """The matrix of numbers that lies packed in ``memory``."""
 
 
 class PlacedKernels:
@@ -101,13 +108,13 @@ class PlacedKernels:
 
     # ---------------------------------------------------------------- weights
 
-    def pack(self, weight: Tensor | Quantized, precise: bool = False) -> Weight:
+    def pack(self, weight: Tensor | Quantized | TensorRows, precise: bool = False) -> Weight:
         return self.place([weight], precise, None)
 
     def packed_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return self._kernels.packed_bytes(shape, dtype)
 
-    def pack_table(self, weight: Tensor | Quantized) -> Weight:
+    def pack_table(self, weight: Tensor | Quantized | TensorRows) -> Weight:
         return self.place([weight], True, None)
 
     def pack_head(self, table: Weight) -> Weight:
@@ -116,15 +123,17 @@ class PlacedKernels:
     def head_bytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         return 0
 
-    def pack_parts(self, parts: Sequence[Tensor | Quantized], precise: bool = False) -> Weight:
+    def pack_parts(
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool = False
+    ) -> Weight:
         return self.place(parts, precise, None)
 
     def unpack_gguf(self, name: str, type_name: str, rows: Any, columns: int) -> Quantized | None:
-        return self._host.inner.unpack_gguf(name, type_name, rows, columns)
+        return self._host.unpack_gguf(name, type_name, rows, columns)
 
     def place(
         self,
-        parts: Sequence[Tensor | Quantized],
+        parts: Sequence[Tensor | Quantized | TensorRows],
         precise: bool,
         place: Place | None,
         is_paired: bool = False,
@@ -138,8 +147,11 @@ class PlacedKernels:
             if is_paired and kept.shape[0] // 2 % PANEL_ROWS:
                 place = Uncut(place, kept.shape[0] // 2)
             return PlacedWeight(kept.shape, is_paired, None, kept, place.streamed_rows)
+        rows = rows_of(parts)
+        if rows is not None and not is_paired:
+            return self._place_rows(rows, place)
         with self._inner.temporary_weights():
-            whole = self._host.inner.pack_parts(parts, precise)
+            whole = self._host.pack_parts(parts, precise)
             num_rows = whole.shape[0] // (2 if is_paired else 1)
             if place is not None and is_paired and num_rows % PANEL_ROWS:
                 # The second half does not begin where a weight can be cut.
@@ -160,15 +172,43 @@ class PlacedKernels:
         assert place is not None
         return PlacedWeight(shape, is_paired, resident, host, place.streamed_rows)
 
+    def _place_rows(self, rows: TensorRows, place: Place | None) -> Any:
+        """The same for a matrix of which some rows are read, packed and put in their place at a
+        time."""
+        num_rows, columns = rows.shape
+        count = num_rows if place is None else min(place.resident_rows, num_rows)
+
+        def part(
+            start: int, end: int, memory: Tensor, write: Callable[[Tensor, Tensor], object]
+        ) -> Any:
+            for first, block in rows.blocks(start, end):
+                at = self.packed_bytes((first - start, columns), rows.dtype)
+                with self._inner.temporary_weights():
+                    for piece in memory_of(self._host.pack(block)):
+                        data = piece.flatten().view(torch.uint8)
+                        write(memory[at : at + len(data)], data)
+            return self._inner.packed_in(memory, (end - start, columns), rows.dtype)
+
+        resident = host = None
+        if count:
+            size = self.packed_bytes((count, columns), rows.dtype)
+            there = self._device.empty((size,), torch.uint8, "weights")
+            resident = part(0, count, there, self._device.write)
+        if place is None or count == num_rows:
+            return resident
+        size = self.packed_bytes((num_rows - count, columns), rows.dtype)
+        host = part(count, num_rows, self._inner.room(size), Tensor.copy_)
+        return PlacedWeight(rows.shape, False, resident, host, place.streamed_rows)
+
     def _keep_on_host(
-        self, parts: Sequence[Tensor | Quantized], precise: bool, is_compressed: bool
+        self, parts: Sequence[Tensor | Quantized | TensorRows], precise: bool, is_compressed: bool
     ) -> Any:
         """A matrix that stays on the host as a whole, packed where it stays."""
         if self.compression is None or not is_compressed:
-            return self._host.inner.pack_parts(parts, precise)
+            return self._host.pack_parts(parts, precise)
         with self._inner.temporary_weights():
-            whole = self._host.inner.pack_parts(parts, precise)
-            made = self.compression.compress(whole, self._host.inner, self._inner.keep)
+            whole = self._host.pack_parts(parts, precise)
+            made = self.compression.compress(whole, self._host, self._inner.keep)
             return made or whole.gather([(0, whole.shape[0])], self._inner.keep)
 
     def _store(self, pieces: list[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ambidex.errors import AmbidexError
+from ambidex.weights.headers import require_regular
 from ambidex.weights.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class QuantizationCache:
         """The SHA-256 of each file, remembered by path, size and time."""
         memory = self._root / _CONTENTS
         known: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            # What is not there, or damaged, is computed below.
-            loaded = json.loads(memory.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, RecursionError, AmbidexError):
+            # What is not there, or damaged, is computed below; a pipe would never be read.
+            loaded = json.loads(_read_regular(memory))
             known = loaded if isinstance(loaded, dict) else {}
         digests, is_new = [], False
         for file in files:
@@ -134,6 +135,11 @@ class QuantizationCache:
 
             self._guarded(write)
         return digests
+
+
+def _read_regular(path: Path) -> bytes:
+    require_regular(path)
+    return path.read_bytes()
 
 
 def _sweep(folder: Path) -> None:

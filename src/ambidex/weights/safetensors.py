@@ -16,6 +16,7 @@ from ambidex.weights.headers import (
     read_safetensors_header,
     release_pages,
     require_regular,
+    require_whole,
 )
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class SafetensorsSource:
         if file not in self._maps:
             self._maps[file] = map_file(file, "safetensors", 8, writable=True)
         buffer = self._maps[file]
+        require_whole(buffer, file)
         if info.offset + info.num_bytes > len(buffer):
             raise InvalidModelError(
                 f"{file} became shorter while it was read ({len(buffer)} bytes). Download it again."

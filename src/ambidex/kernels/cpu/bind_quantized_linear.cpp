@@ -1,7 +1,7 @@
 #include "bind.h"
 #include "quantized_linear.h"
 
-AMBIDEX_TABLES(QuantizedLinearTable, quantized_linear)
+AMBIDEX_TILE_TABLES(QuantizedLinearTable, quantized_linear)
 
 namespace ambidex {
 

@@ -47,7 +47,7 @@ struct Program {
     std::vector<Call> calls;
 };
 
-enum class Level { kGeneric, kV3, kV4, kV4Vnni };
+enum class Level { kGeneric, kV3, kV4, kV4Vnni, kAmx };
 
 // A lane's threads, what it computes now, and what it records.
 class Context {

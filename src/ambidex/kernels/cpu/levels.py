@@ -11,7 +11,7 @@ from typing import Any
 from ambidex.errors import OptionError
 
 #: Every level, the plainest first.
-LEVELS = ("generic", "v3", "v4", "v4_vnni")
+LEVELS = ("generic", "v3", "v4", "v4_vnni", "amx")
 #: Names of one machine under several systems.
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -71,9 +71,26 @@ def choose_level(
 def _check_forced(forced: str, supported: Sequence[str]) -> str:
     if forced in supported:
         return forced
-    why = "this processor, or this build, lacks" if forced in LEVELS else "Ambidex does not know"
+    why = "this processor, system or build lacks" if forced in LEVELS else "Ambidex does not know"
     raise OptionError(
         f"AMBIDEX_CPU_LEVEL is '{forced}', a level that {why}. There are: {', '.join(supported)}."
+    )
+
+
+def usable_level(
+    library: Any, recorded: Collection[str], forced: str | None = None
+) -> tuple[str, str | None]:
+    """:func:`choose_level` of what ``library``, the native one, supports, without tile registers
+    where this process is refused them. They are asked for where they are used, and only then: a
+    process that may have them needs larger signal stacks.
+    """
+    supported = library.supported_levels()
+    level, note = choose_level(supported, recorded, forced)
+    if level != "amx" or library.permit_tiles():
+        return level, note
+    level, _ = choose_level([name for name in supported if name != "amx"], recorded, forced)
+    return level, (
+        f"CPU kernels: the system refuses this process tile registers, so {level} is used."
     )
 
 

@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "bind.h"
+#include "tile_permission.h"
 
 namespace ambidex {
 
@@ -13,6 +14,12 @@ static Level level_named(const std::string& name) {
     if (name == "v3") return Level::kV3;
     if (name == "v4") return Level::kV4;
     if (name == "v4_vnni") return Level::kV4Vnni;
+    if (name == "amx") {
+        if (!permit_tiles()) {
+            throw std::invalid_argument("this process is not permitted to use tile registers");
+        }
+        return Level::kAmx;
+    }
     throw std::invalid_argument("unknown level: " + name);
 }
 
@@ -30,6 +37,7 @@ static std::vector<std::string> supported_levels() {
     AMBIDEX_IF_V3(if (v3) names.push_back("v3");)
     AMBIDEX_IF_V4(if (v4) names.push_back("v4");)
     AMBIDEX_IF_V4_VNNI(if (vnni) names.push_back("v4_vnni");)
+    AMBIDEX_IF_AMX(if (vnni && have_tiles()) names.push_back("amx");)
 #endif
     return names;
 }
@@ -90,6 +98,12 @@ NB_MODULE(_native, module) {
             self.step.logit_rows = pointer<const int32_t>(rows);
         });
     module.def("supported_levels", &supported_levels);
+    module.def("permit_tiles", &permit_tiles);
+#if defined(AMBIDEX_EMULATED_TILES)
+    module.attr("EMULATED_TILES") = true;
+#else
+    module.attr("EMULATED_TILES") = false;
+#endif
     module.attr("ROWS_TOKENS") = Rows::kTokens;
     module.attr("ROWS_LOGITS") = Rows::kLogits;
 #define AMBIDEX_FAMILY(name) bind_##name(module);

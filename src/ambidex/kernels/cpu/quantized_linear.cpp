@@ -3,8 +3,65 @@
 #include "level.h"
 #include "quantized_tile.h"
 #include "simd_math.h"
+#if defined(AMBIDEX_TILES)
+#include "quantized_amx.h"
+#endif
 
 namespace ambidex::AMBIDEX_LEVEL {
+
+#if defined(AMBIDEX_TILES)
+template <CodeKind kKind, bool kHalves, Offset kOffset>
+constexpr Multiply multiply_sixteen = multiply_tiles<kKind, kHalves, kOffset>;
+#else
+template <CodeKind kKind, bool kHalves, Offset kOffset>
+constexpr Multiply multiply_sixteen = multiply<kKind, kHalves, kOffset, 16>;
+// Nothing has to be prepared for vectors.
+struct TileSession {
+    explicit TileSession(int64_t) {}
+};
+#endif
+
+template <CodeKind kKind, bool kHalves, Offset kOffset>
+static Multiply multiply_for(int rows) {
+    switch (rows) {
+        case 1: return multiply<kKind, kHalves, kOffset, 1>;
+#if defined(AMBIDEX_DOT_AVX512) || defined(AMBIDEX_DOT_AVX2)
+        case 2: return multiply<kKind, kHalves, kOffset, 2>;
+        case 8: return multiply<kKind, kHalves, kOffset, 8>;
+#endif
+#if defined(AMBIDEX_DOT_AVX512)
+        case 12: return multiply<kKind, kHalves, kOffset, 12>;
+        case 16: return multiply_sixteen<kKind, kHalves, kOffset>;
+#endif
+        default: return multiply<kKind, kHalves, kOffset, 4>;
+    }
+}
+template <CodeKind kKind, bool kHalves>
+static Multiply multiply_for(const PackedForm& form, int rows) {
+    if constexpr (kKind != CodeKind::kTable8 && kKind != CodeKind::kTable16) {
+        if (form.has_minimum()) return multiply_for<kKind, kHalves, Offset::kMinimum>(rows);
+        if (form.zero_kind == ZeroKind::kCodes) {
+            return multiply_for<kKind, kHalves, Offset::kCodes>(rows);
+        }
+    }
+    return multiply_for<kKind, kHalves, Offset::kConstant>(rows);
+}
+template <CodeKind kKind>
+static Multiply multiply_of(const PackedForm& form, int rows) {
+    return form.halves() ? multiply_for<kKind, true>(form, rows)
+                         : multiply_for<kKind, false>(form, rows);
+}
+// The function for a form and a tile's number of rows.
+static Multiply multiply_of(const PackedForm& form, int rows) {
+    switch (form.code) {
+        case CodeKind::k4: return multiply_of<CodeKind::k4>(form, rows);
+        case CodeKind::k5: return multiply_of<CodeKind::k5>(form, rows);
+        case CodeKind::k6: return multiply_of<CodeKind::k6>(form, rows);
+        case CodeKind::k8: return multiply_of<CodeKind::k8>(form, rows);
+        case CodeKind::kTable8: return multiply_of<CodeKind::kTable8>(form, rows);
+        default: return multiply_of<CodeKind::kTable16>(form, rows);
+    }
+}
 
 static f32x16 activated(Activation activation, f32x16 gate) {
     switch (activation) {
@@ -87,6 +144,7 @@ static void multiply_rows(const QuantizedLinearArgs& args, const Record* records
     const int64_t panel_bytes = form.panel_bytes;
     const Chunks chunks(panels, kGated ? 2 * panel_bytes : panel_bytes, rows, worker.count());
     alignas(64) float sums[2][16 * kPanelRows];
+    const TileSession session(rows);
     while (true) {
         int64_t chunk = worker.next(chunks.count());
         if (chunk < 0) return;

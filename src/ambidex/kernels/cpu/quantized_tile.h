@@ -1,8 +1,8 @@
 // Quantises activations and multiplies a tile of up to 16 rows of them with one packed panel. Other
 // kernels with low-bit weights may use it, too.
 //
-// Per 32 inputs of a row (16 where the form is fine): scale = largest magnitude / 127, and each input becomes the whole number
-// nearest to input / scale. Per output: one float32 accumulator, over blocks in rising order,
+// Per 32 inputs of a row (16 where the form is fine): scale = largest magnitude / 127, and each
+// input becomes the whole number nearest to input / scale. Per output: one float32 accumulator, over blocks in rising order,
 //   acc = fma(float(sum of (code - zero) * number), weight scale * scale, acc)
 //   acc = fma(minimum, scale * float(sum of numbers), acc)          where there are minima,
 // with the sums exact in 32 bits. Groups of 16: the same for each half of a block. So an output's
@@ -217,23 +217,71 @@ enum class Offset { kConstant, kCodes, kMinimum };
 using Multiply = void (*)(const PackedForm& form, const Codebook* codebook, const uint8_t* panel,
                           const Record* records, float* sums);
 
+// A codebook's numbers, where there is one.
+template <CodeKind kKind>
+struct Tables {
+    Words low{}, high{};
+
+    explicit Tables(const Codebook* codebook) {
+        if constexpr (kKind == CodeKind::kTable8 || kKind == CodeKind::kTable16) {
+            low = table_of(codebook->low);
+            high = table_of(codebook->high);
+        }
+        (void)codebook;
+    }
+};
+
+// Fetches weights into the second and the first cache ahead of their use, front to back and in step
+// with it, so that a panel's scales are fetched as well. Else even 16 rows wait.
+template <int64_t kStep>
+AMBIDEX_INLINE void fetch_ahead(const uint8_t* now) {
+    constexpr int64_t kFar = 12288, kNear = 1536, kLines = kStep / 64 + 1;
+    const uint8_t* near = now + kNear;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLines; ++i) {
+        __builtin_prefetch(near + (kFar - kNear) + i * 64, 0, 2);
+        __builtin_prefetch(near + i * 64, 0, 3);
+    }
+}
+
+// Adds a block's products, or those of one of its halves, to the rows' totals.
+// `add_products(sum, r)` gives `sum` plus the sums of row r's products, for the panel's rows from
+// `lane` on.
+template <CodeKind kKind, Offset kOffset, int kPiece, int kRows, class AddProducts>
+AMBIDEX_INLINE void add_piece(const PackedForm& form, const uint8_t* panel, int64_t block, int lane,
+                              const Record* record, Floats (&totals)[kRows],
+                              AddProducts add_products) {
+    constexpr bool kMinimum = kOffset == Offset::kMinimum;
+    const int64_t group = (2 * block + kPiece) >> form.group_shift;
+    Floats scale = load_scale(form, panel, group, block, lane);
+    Floats minimum{};
+    Ints zero{};
+    if constexpr (kMinimum) minimum = load_minimum(form, panel, group, block, lane);
+    if constexpr (kOffset == Offset::kCodes) {
+        zero = code_offset(kKind, false) -
+               load_ints_u8(panel + form.zeros + group * kPanelRows + lane);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+        const Record& in = record[r];
+        Ints sum{};
+        if constexpr (kOffset == Offset::kConstant) sum = all(in.start[kPiece]);
+        if constexpr (kOffset == Offset::kCodes) sum = zero * in.start[kPiece];
+        sum = add_products(sum, r);
+        totals[r] = multiply_add(to_floats(sum), scale * all(in.scale[kPiece]), totals[r]);
+        if constexpr (kMinimum) totals[r] = multiply_add(minimum, all(in.sum[kPiece]), totals[r]);
+    }
+}
+
 template <CodeKind kKind, bool kHalves, Offset kOffset, int kRows>
 static void multiply(const PackedForm& form, const Codebook* codebook, const uint8_t* panel,
                      const Record* records, float* sums) {
     constexpr bool kMinimum = kOffset == Offset::kMinimum;
     constexpr int kPieces = kHalves ? 2 : 1, kChunks = 8 / kPieces;
     constexpr int64_t kStep = PackedForm::block_bytes(kKind);
-    // Weights are fetched into the second and the first cache ahead of their use, front to back and
-    // in step with it, so that a panel's scales are fetched as well. Else even 16 rows wait.
-    constexpr int64_t kFar = 12288, kNear = 1536, kLines = kStep / 64 + 1;
     constexpr int kTogether = kRows <= 2 ? kParts : 1;
     const int64_t ahead_step = form.panel_bytes / form.blocks;
-    Words table{}, high_table{};
-    if constexpr (kKind == CodeKind::kTable8 || kKind == CodeKind::kTable16) {
-        table = table_of(codebook->low);
-        high_table = table_of(codebook->high);
-    }
-    (void)codebook;
+    const Tables<kKind> tables(codebook);
     for (int first_part = 0; first_part < kParts; first_part += kTogether) {
         const Record* record = records;
         Floats totals[kTogether][kRows];
@@ -241,47 +289,25 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
             for (Floats& total : part) total = Floats{};
         }
         for (int64_t block = 0; block < form.blocks; ++block, record += kRows) {
-            if (first_part == 0) {
-                const uint8_t* near = panel + block * ahead_step + kNear;
-#pragma GCC unroll 16
-                for (int i = 0; i < kLines; ++i) {
-                    __builtin_prefetch(near + (kFar - kNear) + i * 64, 0, 2);
-                    __builtin_prefetch(near + i * 64, 0, 3);
-                }
-            }
+            if (first_part == 0) fetch_ahead<kStep>(panel + block * ahead_step);
 #pragma GCC unroll 2
             for (int part = 0; part < kTogether; ++part) {
                 const int lane = (first_part + part) * kPart;
                 Words codes[8], high[8];
-                unpack<kKind>(panel + block * kStep + 4 * lane, table, high_table, codes, high);
+                unpack<kKind>(panel + block * kStep + 4 * lane, tables.low, tables.high, codes,
+                              high);
                 auto piece = [&]<int kPiece>() {
-                    const int64_t group = (2 * block + kPiece) >> form.group_shift;
-                    Floats scale = load_scale(form, panel, group, block, lane);
-                    Floats minimum{};
-                    Ints zero{};
-                    if constexpr (kMinimum) minimum = load_minimum(form, panel, group, block, lane);
-                    if constexpr (kOffset == Offset::kCodes) {
-                        zero = code_offset(kKind, false) -
-                               load_ints_u8(panel + form.zeros + group * kPanelRows + lane);
-                    }
-#pragma GCC unroll 16
-                    for (int r = 0; r < kRows; ++r) {
-                        const Record& in = record[r];
-                        Floats& total = totals[part][r];
-                        Ints sum{};
-                        if constexpr (kOffset == Offset::kConstant) sum = all(in.start[kPiece]);
-                        if constexpr (kOffset == Offset::kCodes) sum = zero * in.start[kPiece];
-                        sum = dot<kKind, kMinimum, kPiece * kChunks, kChunks>(sum, codes, in.q);
-                        if constexpr (kKind == CodeKind::kTable16) {
-                            Ints more = dot<kKind, kMinimum, kPiece * kChunks, kChunks>(
-                                Ints{}, high, in.q);
-                            sum += more << 8;
-                        }
-                        total = multiply_add(to_floats(sum), scale * all(in.scale[kPiece]), total);
-                        if constexpr (kMinimum) {
-                            total = multiply_add(minimum, all(in.sum[kPiece]), total);
-                        }
-                    }
+                    add_piece<kKind, kOffset, kPiece, kRows>(
+                        form, panel, block, lane, record, totals[part],
+                        [&](Ints sum, int r) __attribute__((always_inline)) {
+                            constexpr int kFirst = kPiece * kChunks;
+                            const int8_t* q = record[r].q;
+                            sum = dot<kKind, kMinimum, kFirst, kChunks>(sum, codes, q);
+                            if constexpr (kKind == CodeKind::kTable16) {
+                                sum += dot<kKind, kMinimum, kFirst, kChunks>(Ints{}, high, q) << 8;
+                            }
+                            return sum;
+                        });
                 };
                 piece.template operator()<0>();
                 if constexpr (kHalves) piece.template operator()<1>();
@@ -291,48 +317,6 @@ static void multiply(const PackedForm& form, const Codebook* codebook, const uin
             float* out = sums + (first_part + part) * kPart;
             for (int r = 0; r < kRows; ++r) store_floats(out + r * kPanelRows, totals[part][r]);
         }
-    }
-}
-
-template <CodeKind kKind, bool kHalves, Offset kOffset>
-static Multiply multiply_for(int rows) {
-    switch (rows) {
-        case 1: return multiply<kKind, kHalves, kOffset, 1>;
-#if defined(AMBIDEX_DOT_AVX512) || defined(AMBIDEX_DOT_AVX2)
-        case 2: return multiply<kKind, kHalves, kOffset, 2>;
-        case 8: return multiply<kKind, kHalves, kOffset, 8>;
-#endif
-#if defined(AMBIDEX_DOT_AVX512)
-        case 12: return multiply<kKind, kHalves, kOffset, 12>;
-        case 16: return multiply<kKind, kHalves, kOffset, 16>;
-#endif
-        default: return multiply<kKind, kHalves, kOffset, 4>;
-    }
-}
-template <CodeKind kKind, bool kHalves>
-static Multiply multiply_for(const PackedForm& form, int rows) {
-    if constexpr (kKind != CodeKind::kTable8 && kKind != CodeKind::kTable16) {
-        if (form.has_minimum()) return multiply_for<kKind, kHalves, Offset::kMinimum>(rows);
-        if (form.zero_kind == ZeroKind::kCodes) {
-            return multiply_for<kKind, kHalves, Offset::kCodes>(rows);
-        }
-    }
-    return multiply_for<kKind, kHalves, Offset::kConstant>(rows);
-}
-template <CodeKind kKind>
-static Multiply multiply_of(const PackedForm& form, int rows) {
-    return form.halves() ? multiply_for<kKind, true>(form, rows)
-                         : multiply_for<kKind, false>(form, rows);
-}
-// The function for a form and a tile's number of rows.
-static Multiply multiply_of(const PackedForm& form, int rows) {
-    switch (form.code) {
-        case CodeKind::k4: return multiply_of<CodeKind::k4>(form, rows);
-        case CodeKind::k5: return multiply_of<CodeKind::k5>(form, rows);
-        case CodeKind::k6: return multiply_of<CodeKind::k6>(form, rows);
-        case CodeKind::k8: return multiply_of<CodeKind::k8>(form, rows);
-        case CodeKind::kTable8: return multiply_of<CodeKind::kTable8>(form, rows);
-        default: return multiply_of<CodeKind::kTable16>(form, rows);
     }
 }
 
