@@ -2,7 +2,7 @@
 
 A probe takes a few seconds. Products are measured as a step runs them: recorded, replayed, one
 after the other over weights that differ, so that those of a large set come out of memory as a
-model's do. Everything is the best of some rounds.
+model's do. What counts is the mean of some rounds without the slowest, as for a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Three of at most eight; the others are in ``memory/operations.py``. In the time of ``_work()``,
 # a piece of Python that stands for this machine's speed at it.
 #: A step outside native code: what is scheduled, handed to the lane's thread, and accounted for.
-STEP_WORK = 21.0
+STEP_WORK = 16.0
 #: Each token that a step puts out.
 TOKEN_WORK = 0.4
 #: Each token of a prompt: it is listed, and copied.
@@ -68,6 +68,8 @@ class Sizes:
     sets: tuple[float, ...] = (1 / 12, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
     rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256)
     rows_from_memory: tuple[int, ...] = (1, 2, 4, 8, 16)
+    #: Of a prompt's step, whose inputs and outputs no cache holds.
+    rows_of_prompts: int = 2048
     rows_for_inputs: int = 64
     #: Of attention: tokens that single ones look back at, and those of a prompt.
     context: int = 1024
@@ -94,6 +96,7 @@ SHORT = Sizes(
     sets=(0.25, 0.5),
     rows=(1, 4, 16),
     rows_from_memory=(1, 4),
+    rows_of_prompts=128,
     rows_for_inputs=16,
     context=128,
     prompt=64,
@@ -107,6 +110,8 @@ _KV_HEADS = 2
 _BLOCK_SIZE = 16
 #: Calls are timed that often, in each of the rounds.
 _LEAST_TIMES = 8
+#: Of all calls, those whose times are left out.
+_DISTURBED = 0.05
 
 _ROUNDS = 3
 # Larger than caches, small enough to be read in a few milliseconds.
@@ -240,9 +245,10 @@ class _HostProbe:
         self._device = device
         self._kernels: Any = device.kernels
         self._sizes = sizes
-        self._max_rows = max(*sizes.rows, sizes.prompt)
+        self._max_rows = max(*sizes.rows, sizes.prompt, sizes.rows_of_prompts)
         self._ids = torch.zeros(self._max_rows, dtype=torch.int64)
         self._input = torch.full((self._max_rows, sizes.matrix[1]), 0.5)
+        self._residual = torch.full((self._max_rows, sizes.matrix[0]), 0.5)
         # The content of weights does not matter: every form has the same memory, as weights have.
         self._memory = WeightMemory().take(sizes.large_bytes).zero_()
         #: The most bytes a second that came out of memory, arithmetic included.
@@ -251,7 +257,7 @@ class _HostProbe:
     def measure(self, name: str, memory_bytes: int) -> Processor:
         self._warm_up()
         launch_s = self._launch_s()
-        small = self._small_bytes_per_s(launch_s)
+        small = self._small_by_rows(launch_s)
         products = {}
         for form, weight in self._weights().items():
             products[form] = self._product_rate(weight, launch_s)
@@ -273,7 +279,9 @@ class _HostProbe:
             prompt_token_s=PROMPT_TOKEN_WORK * work_s,
             num_threads=self._device.num_threads,
             attention=attention,
-            small_bytes_per_s=small,
+            small_bytes_per_s=small[-1][1],
+            small_by_rows=small,
+            attention_task_s=self._attention_task_s(launch_s),
             kept=kept,
             reads_by_threads=self._reads_by_threads(widest, self._read),
         )
@@ -306,6 +314,9 @@ class _HostProbe:
         # Low bits are quickest: enough of them for a clock.
         near = self._products(self._copies(weight, sizes.small_bytes) * 2)
         seconds = {rows: self._each_s(near, rows, launch_s) for rows in sizes.rows}
+        few = self._products(self._copies(weight, 0) * 4)
+        long = sizes.rows_of_prompts
+        seconds[long] = max(few.seconds(self._ids, long, 1) - launch_s, 1e-9)
         # A matrix with a quarter of the outputs has the same inputs.
         cut = num_rows // 4 // 16 * 16
         short = self._products([part.rows(0, cut) for part in self._copies(weight, 0)] * 8)
@@ -315,7 +326,7 @@ class _HostProbe:
         input_s = min(max(shared_s, 0.0), whole_s / 4) / (many * columns)
         points = tuple(
             (rows, flops * rows / max(seconds[rows] - input_s * columns * rows, seconds[rows] / 2))
-            for rows in sizes.rows
+            for rows in (*sizes.rows, long)
         )
         far = self._products(self._copies(weight, sizes.large_bytes))
         times = [
@@ -366,7 +377,16 @@ class _HostProbe:
         return (*found, (device.num_threads, all_threads))
 
     def _calls(self, kernels: Any, weights: Sequence[Weight]) -> list[Callable[[], Tensor]]:
-        return [partial(kernels.linear, self._input, weight) for weight in weights]
+        """As a model has them: half of a layer's arithmetic is gate and up, which end in an
+        activation, and the products after those add a residual."""
+        made: list[Callable[[], Tensor]] = []
+        for number, weight in enumerate(weights):
+            if number % 2:
+                residual = self._residual[:, : weight.shape[0]]
+                made.append(partial(kernels.linear, self._input, weight, None, residual))
+            else:
+                made.append(partial(kernels.gated_linear, self._input, weight, "silu"))
+        return made
 
     def _copies(self, weight: Weight, num_bytes: int) -> list[Weight]:
         """So many of ``weight`` that they have about ``num_bytes``, side by side."""
@@ -408,16 +428,33 @@ class _HostProbe:
         while time.perf_counter() < until:
             run.seconds(self._ids, self._max_rows, 1)
 
-    def _small_bytes_per_s(self, launch_s: float) -> float:
-        """Norms: what is read and written, of tokens enough for a step of a prompt."""
-        rows, width = self._max_rows, self._sizes.matrix[1]
-        # Out of memory: what another core has just written is no nearer.
-        num = max(2, self._sizes.large_bytes // (4 * rows * width))
-        parts = self._memory[: num * 4 * rows * width].view(torch.float32).view(num, rows, width)
+    def _small_by_rows(self, launch_s: float) -> tuple[tuple[int, float], ...]:
+        """Norms: what is read and written a second, by the rows of a step."""
+        width = self._sizes.matrix[1]
+        most = self._sizes.rows_of_prompts
+        # Out of memory where a step is large: what another core has just written is no nearer.
+        num = max(2, self._sizes.large_bytes // (4 * most * width))
+        parts = self._memory[: num * 4 * most * width].view(torch.float32).view(num, most, width)
         weight = torch.ones(width)
         calls = [partial(self._kernels.rms_norm, x, weight, 1e-6) for x in parts]
-        run = _Run(self._kernels, rows, calls)
-        return 8.0 * rows * width / self._each_s(run, rows, launch_s)
+        run = _Run(self._kernels, most, calls)
+        return tuple(
+            (rows, 8.0 * rows * width / self._each_s(run, rows, launch_s))
+            for rows in (1, 4, 16, 64, most)
+        )
+
+    def _attention_task_s(self, launch_s: float) -> float:
+        """What one sequence and KV head takes beside its tokens, with all threads at work."""
+        short, long = self._sizes.context // 8, self._sizes.context
+        times = [
+            self._attention_s(torch.float16, 3, 1, context, self._sizes.small_bytes)
+            for context in (short, long)
+        ]
+        # Tokens that are computed come in whole tiles.
+        at_none = times[0] - (times[1] - times[0]) * short / (long - short)
+        threads = min(self._device.num_threads, _KV_HEADS)
+        own_s = max(at_none - ATTENTION_LAUNCHES * launch_s, 0.0)
+        return own_s * threads / _KV_HEADS / self._device.num_threads
 
     def _attention_rate(self, dtype: torch.dtype, launch_s: float) -> ProductRate:
         sizes = self._sizes
@@ -471,8 +508,9 @@ class _HostProbe:
 class _Run:
     """Calls that are alike, recorded one after the other, as a step runs them.
 
-    Each is timed by itself. Of a call the best round counts, and of the calls the median: what
-    other programs do in between falls on few of them. Few calls get more rounds.
+    Each is timed by itself, and what counts is the mean, as it is for a step, which is many of
+    them; but for the slowest, on which falls what other programs do in between. Few calls get more
+    rounds.
     """
 
     def __init__(
@@ -500,8 +538,9 @@ class _Run:
         # The first round takes the memory that results need.
         num_calls = len(self._calls)
         rounds = max(rounds + 1, rounds * _LEAST_TIMES // num_calls)
-        times = [self._recording.replay_timed()[:num_calls] for _ in range(rounds)]
-        return statistics.median(min(each) for each in zip(*times, strict=True))
+        _, *replays = (self._recording.replay_timed()[:num_calls] for _ in range(rounds))
+        times = sorted(seconds for replay in replays for seconds in replay)
+        return statistics.fmean(times[: max(1, int(len(times) * (1 - _DISTURBED)))])
 
 
 def _low_bit(rows: int, columns: int, bits: int) -> Quantized:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Of what is measured, and of how it is written.
-FORMAT = 2
+FORMAT = 3
 
 #: measure(config, threads, name, memory bytes) -> profile
 Measure = Callable[["EngineConfig", ThreadPlan, str, int], HardwareProfile]
@@ -193,7 +193,7 @@ def _profile(values: Mapping[str, Any]) -> HardwareProfile:
 
 def _processor(values: Mapping[str, Any]) -> Processor:
     rates = ("products", "attention")
-    pairs = ("kept", "reads_by_threads")
+    pairs = ("kept", "reads_by_threads", "small_by_rows")
     fields = {field.name for field in dataclasses.fields(Processor)}
     if set(values) != fields:
         raise ValueError(f"it lacks or has too much: {sorted(set(values) ^ fields)}")

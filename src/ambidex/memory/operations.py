@@ -82,6 +82,7 @@ def attention_parts(
         flops = attention_flops(num_pairs, shape.num_heads, group.head_dim)
     rows = min(load.num_new * shape.num_heads / group.num_kv_heads, BLOCK_QUERIES)
     compute_s = flops / rate.flops(rows) if flops else 0.0
+    compute_s += load.num_seqs * group.num_kv_heads * group.num_layers * processor.attention_task_s
     return _parts(processor.kv_bytes_per_s or processor.bytes_per_s, rate, compute_s, read, kept)
 
 
@@ -112,7 +113,7 @@ def small_parts(processor: Processor, shape: ModelShape, load: StepLoad) -> tupl
     numbers += 2.0 * shape.hidden_size * load.num_tokens + 1.0 * shape.vocab_size * load.num_seqs
     operations += 3
     operations += sum(1 for weight in shape.weights if is_product(weight))
-    return operations, 4.0 * numbers / (processor.small_bytes_per_s or processor.bytes_per_s)
+    return operations, 4.0 * numbers / processor.small_rate(load.num_tokens)
 
 
 def is_product(weight: WeightShape) -> bool:

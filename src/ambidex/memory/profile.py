@@ -89,6 +89,10 @@ class Processor:
     attention: Mapping[str, ProductRate] = field(default_factory=dict)
     #: Norms, rotations and other operations that touch every number once; 0: as other memory.
     small_bytes_per_s: float = 0.0
+    #: The same by the rows of a step (few are one thread's work): pairs, ascending.
+    small_by_rows: tuple[tuple[int, float], ...] = ()
+    #: What attention takes for each sequence and KV head of a layer beside its tokens, in seconds.
+    attention_task_s: float = 0.0
     #: The share of a step's bytes that caches keep until the next step, by those bytes: pairs,
     #: ascending; empty: none.
     kept: tuple[tuple[float, float], ...] = ()
@@ -120,6 +124,12 @@ class Processor:
             if name in self.attention:
                 return self.attention[name]
         return None
+
+    def small_rate(self, rows: float) -> float:
+        """Bytes a second of operations that touch every number of ``rows`` rows once."""
+        if self.small_by_rows:
+            return ProductRate(self.small_by_rows).flops(rows)
+        return self.small_bytes_per_s or self.bytes_per_s
 
     def kept_share(self, num_bytes: float) -> float:
         """The share of a step's ``num_bytes`` that caches still hold from the step before."""
