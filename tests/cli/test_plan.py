@@ -466,6 +466,39 @@ def test_an_accelerator_may_be_what_is_too_small(call_command: Command) -> None:
     assert call_command("plan", "qwen2.5-7b", "--gpu", gpu, "-q", "int4").code == 0
 
 
+def _config(tmp_path: Path, **fields: Any) -> str:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    counts = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    others = {"vocab_size": 512, "max_position_embeddings": 512, "num_experts_per_tok": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | counts | others | fields))
+    return str(path)
+
+
+@pytest.mark.parametrize("kinds", [[], ["full_attention"] * 3])
+def test_kinds_of_too_few_layers_are_refused(
+    call_command: Command, tmp_path: Path, kinds: list[str]
+) -> None:
+    path = _config(tmp_path, model_type="gemma3_text", head_dim=16, layer_types=kinds)
+    done = call_command("plan", path, "--gpu", "A10")
+    assert done.code == 1 and done.err.startswith(f"ambidex: error: {path}"), done.err
+    assert f"'layer_types' names {len(kinds)} layers, and 'num_hidden_layers' is 4" in done.err
+
+
+def test_no_experts_are_a_plain_mlp(call_command: Command, tmp_path: Path) -> None:
+    path = _config(tmp_path, model_type="qwen3_moe", head_dim=16, num_experts=0)
+    done = call_command("plan", path, "--gpu", "A10", "--json")
+    assert done.code == 0, done.err
+    model = json.loads(done.out)["model"]
+    assert model["num_active_parameters"] == model["num_parameters"] < 300_000
+
+
+def test_a_context_that_is_too_long_has_one_limit(call_command: Command, tmp_path: Path) -> None:
+    path = _config(tmp_path, model_type="llama", max_position_embeddings=10**12)
+    done = call_command("plan", path, "--gpu", "A10")
+    assert done.code == 1 and done.err.count("at most 2147483647") == 1, done.err
+
+
 def test_a_plan_loads_nothing_heavy() -> None:
     """What keeps ``ambidex plan`` under a second."""
     code = """

@@ -140,6 +140,7 @@ def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
         {"eos_token_id": "token_ids"},
     )
     _check_heads(config)
+    _check_layer_types(config)
     _check_against_tensors(config, checkpoint)
 
 
@@ -148,6 +149,7 @@ def check_bare_config(config: CheckpointConfig) -> None:
     _check_quantization(config, tuple(METHODS))
     _check_values(config)
     _check_heads(config)
+    _check_layer_types(config)
     layers = config.get("num_hidden_layers", 1)
     most_experts = min(_MAX_EXPERTS, _MAX_EXPERTS_OF_ALL // min(layers, _MAX_LAYERS))
     for name, most in (
@@ -180,7 +182,7 @@ def _check_kinds(
         value = values.get(name)
         expected, is_right = _KINDS[kind]
         if value is not None and not is_right(value):
-            if type(value) is int and value > _MAX_SIZE:
+            if kind != "length" and type(value) is int and value > _MAX_SIZE:
                 expected += f" and at most {_MAX_SIZE}"
             raise _wrong(source, prefix + name, value, f"must be {expected}")
 
@@ -240,6 +242,16 @@ def _check_heads(config: CheckpointConfig) -> None:
             f"does not divide 'hidden_size' {hidden}, and no 'head_dim' says how wide a head is"
         )
         raise _wrong(config.source, "num_attention_heads", heads, problem)
+
+
+def _check_layer_types(config: CheckpointConfig) -> None:
+    """A list that is longer is no harm: --hf-overrides may ask for the first layers alone."""
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and layers is not None and len(kinds) < layers:
+        raise InvalidModelError(
+            f"{config.source}: the field 'layer_types' names {len(kinds)} layers, and "
+            f"'num_hidden_layers' is {layers}. {_REPAIR}"
+        )
 
 
 def _check_against_tensors(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
