@@ -123,6 +123,17 @@ def test_a_product_takes_longer_than_reading_and_than_arithmetic() -> None:
     assert max(product_parts(perfect, weight, 1)) == pytest.approx(weight.num_bytes / 28e9)
 
 
+def test_inputs_count_however_few_outputs_they_have() -> None:
+    weight = SHAPE.weights[2]
+    points = ((1, 1e12),)
+    plain = dataclasses.replace(HOST, products={"int8": ProductRate(points)})
+    rounding = dataclasses.replace(HOST, products={"int8": ProductRate(points, input_s=1e-9)})
+    for rows in (weight.rows, weight.rows // 2):
+        one = dataclasses.replace(weight, rows=rows)
+        more = product_parts(rounding, one, 100)[1] - product_parts(plain, one, 100)[1]
+        assert more == pytest.approx(100 * weight.columns * 1e-9)
+
+
 def test_half_of_the_rows_takes_half() -> None:
     whole = product_parts(HOST, SHAPE.weights[2], 5)
     assert product_parts(HOST, SHAPE.weights[2], 5, 0.5) == pytest.approx([p / 2 for p in whole])
@@ -219,7 +230,7 @@ def test_rates_between_points_lie_between_them(rows: int, flops: list[float]) ->
     assert rate.scaled(2).flops(rows) == pytest.approx(2 * rate.flops(rows))
 
 
-@pytest.mark.parametrize("overlap", [1.0, 1.5, 3.0, math.inf])
+@pytest.mark.parametrize("overlap", [1.25, 1.5, 3.0, math.inf])
 def test_the_fit_finds_what_the_times_were_made_of(overlap: float) -> None:
     read_s = 4e-5
     rate = ProductRate(((1, 1.0),), overlap=overlap)

@@ -34,6 +34,8 @@ PROFILE = HardwareProfile(
     "here", HOST, replace(HOST, name="device"), LinkRate(1e9, 1e-5), None, 1e-5, "measured", ("x",)
 )
 
+ONE = {"points": [[1, 1]], "bytes_per_s": 1, "overlap": 1, "input_s": 0}
+
 
 class Probe:
     """Counts how often something is measured."""
@@ -131,11 +133,15 @@ def _set(values: Any, path: str, value: Any) -> None:
         ("profile.host.launch_s", None),
         ("profile.host.more", 1),
         ("profile.host.products", {}),
-        ("profile.host.products", {"int3": {"points": [[1, 1]], "bytes_per_s": 1, "overlap": 1}}),
+        (
+            "profile.host.products",
+            {"int3": {"points": [[1, 1]], "bytes_per_s": 1, "overlap": 1, "input_s": 0}},
+        ),
         ("profile.host.products.float32.points", []),
         ("profile.host.products.float32.points", [[8, 1e9], [1, 1e9]]),
         ("profile.host.products.float32.points", [[1, 0]]),
         ("profile.host.products.float32.overlap", 0.5),
+        ("profile.host.products.float32.input_s", None),
         ("profile.host.kept", [[1], [2]]),
         ("profile.link", {"bytes_per_s": 1}),
         ("profile.sync_s", None),

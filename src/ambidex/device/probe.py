@@ -68,6 +68,7 @@ class Sizes:
     sets: tuple[float, ...] = (1 / 12, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
     rows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256)
     rows_from_memory: tuple[int, ...] = (1, 2, 4, 8, 16)
+    rows_for_inputs: int = 64
     #: Of attention: tokens that single ones look back at, and those of a prompt.
     context: int = 1024
     prompt: int = 256
@@ -93,6 +94,7 @@ SHORT = Sizes(
     sets=(0.25, 0.5),
     rows=(1, 4, 16),
     rows_from_memory=(1, 4),
+    rows_for_inputs=16,
     context=128,
     prompt=64,
     rounds=1,
@@ -243,15 +245,18 @@ class _HostProbe:
         self._input = torch.full((self._max_rows, sizes.matrix[1]), 0.5)
         # The content of weights does not matter: every form has the same memory, as weights have.
         self._memory = WeightMemory().take(sizes.large_bytes).zero_()
+        #: The most bytes a second that came out of memory, arithmetic included.
+        self._read = 0.0
 
     def measure(self, name: str, memory_bytes: int) -> Processor:
+        self._warm_up()
         launch_s = self._launch_s()
         small = self._small_bytes_per_s(launch_s)
         products = {}
         for form, weight in self._weights().items():
             products[form] = self._product_rate(weight, launch_s)
         widest = self._weights()["float32"]
-        kept, read = self._kept(widest, products["float32"], launch_s)
+        kept = self._kept(widest, products["float32"], launch_s)
         attention = {
             form: self._attention_rate(dtype, launch_s)
             for form, dtype in (("float32", torch.float32), ("float16", torch.float16))
@@ -260,7 +265,7 @@ class _HostProbe:
         return Processor(
             name=name,
             memory_bytes=memory_bytes,
-            bytes_per_s=read,
+            bytes_per_s=self._read,
             products=products,
             launch_s=launch_s,
             step_s=STEP_WORK * work_s,
@@ -270,7 +275,7 @@ class _HostProbe:
             attention=attention,
             small_bytes_per_s=small,
             kept=kept,
-            reads_by_threads=self._reads_by_threads(widest, read),
+            reads_by_threads=self._reads_by_threads(widest, self._read),
         )
 
     # ------------------------------------------------------------------------------ products
@@ -296,23 +301,36 @@ class _HostProbe:
         """Of one form: by rows where caches hold the weights, and how reading out of memory adds
         to that where there are few rows."""
         sizes = self._sizes
-        flops = 2.0 * weight.shape[0] * weight.shape[1]
+        num_rows, columns = weight.shape
+        flops = 2.0 * num_rows * columns
         # Low bits are quickest: enough of them for a clock.
         near = self._products(self._copies(weight, sizes.small_bytes) * 2)
         seconds = {rows: self._each_s(near, rows, launch_s) for rows in sizes.rows}
-        points = tuple((rows, flops * rows / seconds[rows]) for rows in sizes.rows)
+        # A matrix with a quarter of the outputs has the same inputs.
+        cut = num_rows // 4 // 16 * 16
+        short = self._products([part.rows(0, cut) for part in self._copies(weight, 0)] * 8)
+        many = sizes.rows_for_inputs
+        whole_s, cut_s = seconds[many], self._each_s(short, many, launch_s)
+        shared_s = (cut_s - whole_s * cut / num_rows) / (1 - cut / num_rows)
+        input_s = min(max(shared_s, 0.0), whole_s / 4) / (many * columns)
+        points = tuple(
+            (rows, flops * rows / max(seconds[rows] - input_s * columns * rows, seconds[rows] / 2))
+            for rows in sizes.rows
+        )
         far = self._products(self._copies(weight, sizes.large_bytes))
         times = [
             (seconds[rows], self._each_s(far, rows, launch_s)) for rows in sizes.rows_from_memory
         ]
         read_s, overlap = fit_reading(times)
-        return ProductRate(points, weight.num_bytes / read_s, overlap)
+        self._read = max(self._read, weight.num_bytes / times[0][1])
+        return ProductRate(points, weight.num_bytes / read_s, overlap, input_s)
 
     def _kept(
         self, weight: Weight, rate: ProductRate, launch_s: float
-    ) -> tuple[tuple[tuple[float, float], ...], float]:
-        """(what caches keep of sets of bytes, bytes a second out of memory)."""
+    ) -> tuple[tuple[float, float], ...]:
+        """What caches keep of sets of bytes."""
         in_cache_s = 2.0 * weight.shape[0] * weight.shape[1] / rate.flops(1)
+        in_cache_s += rate.input_s * weight.shape[1]
         from_memory_s = weight.num_bytes / rate.bytes_per_s
         kept, share = [], 1.0
         for part in self._sizes.sets:
@@ -331,7 +349,7 @@ class _HostProbe:
             share = min(share, low)
             kept.append((float(num_bytes), share))
         # What is kept of the large one is taken for none.
-        return (*kept, (float(self._sizes.large_bytes), 0.0)), rate.bytes_per_s
+        return (*kept, (float(self._sizes.large_bytes), 0.0))
 
     def _reads_by_threads(
         self, weight: Weight, all_threads: float
@@ -382,6 +400,13 @@ class _HostProbe:
         run = _Run(self._kernels, self._max_rows, calls)
         # Short enough for many rounds, of which some are undisturbed.
         return run.seconds(self._ids, 1, 10 * self._sizes.rounds)
+
+    def _warm_up(self) -> None:
+        """Compute for a moment: processors that were idle are slower at first."""
+        run = self._products(self._copies(self._weights()["float32"], 0))
+        until = time.perf_counter() + 0.1 * self._sizes.rounds
+        while time.perf_counter() < until:
+            run.seconds(self._ids, self._max_rows, 1)
 
     def _small_bytes_per_s(self, launch_s: float) -> float:
         """Norms: what is read and written, of tokens enough for a step of a prompt."""

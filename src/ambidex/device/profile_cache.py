@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Of what is measured, and of how it is written.
-FORMAT = 1
+FORMAT = 2
 
 #: measure(config, threads, name, memory bytes) -> profile
 Measure = Callable[["EngineConfig", ThreadPlan, str, int], HardwareProfile]
@@ -218,7 +218,7 @@ def _rate(values: Mapping[str, Any]) -> ProductRate:
     points = tuple((int(rows), flops) for rows, flops in _pairs(values["points"]))
     if not points or min(flops for _, flops in points) <= 0 or overlap < 1:
         raise ValueError("a rate of nothing")
-    return ProductRate(points, _number(values["bytes_per_s"]), overlap)
+    return ProductRate(points, _number(values["bytes_per_s"]), overlap, _number(values["input_s"]))
 
 
 def _link(values: Mapping[str, Any]) -> LinkRate:

@@ -190,10 +190,12 @@ class CostModel:
             return 0.0
         tried = {n / _COARSE: self.seconds(load, n / _COARSE) for n in range(_COARSE + 1)}
         for step in (1 / (4 * _COARSE), 1 / (16 * _COARSE)):
-            best = min(tried, key=lambda share: tried[share])
-            for share in (best + n * step for n in (-3, -2, -1, 1, 2, 3)):
-                if 0.0 < share < 1.0:
-                    tried[share] = self.seconds(load, share)
+            # Sharing has a price of its own: the best that shares may lie apart from none and all.
+            between = [share for share in tried if 0.0 < share < 1.0]
+            for best in {min(tried, key=tried.__getitem__), min(between, key=tried.__getitem__)}:
+                for share in (best + n * step for n in (-3, -2, -1, 1, 2, 3)):
+                    if 0.0 < share < 1.0:
+                        tried[share] = self.seconds(load, share)
         enough = min(tried.values()) * (1 + _SAME)
         return min(share for share, seconds in tried.items() if seconds <= enough)
 

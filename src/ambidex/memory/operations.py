@@ -51,7 +51,9 @@ def product_parts(
     rows_each = num_tokens * weight.num_chosen / used if used else 0
     flops = 2.0 * weight.rows * weight.columns * weight.num_chosen * num_tokens
     rate = processor.product(weight.form)
-    return _parts(processor.bytes_per_s, rate, rows_each, share * flops, share * read, kept)
+    input_s = rate.input_s * weight.columns * weight.num_chosen * num_tokens
+    compute_s = share * (flops / rate.flops(rows_each) + input_s) if flops else 0.0
+    return _parts(processor.bytes_per_s, rate, compute_s, share * read, kept)
 
 
 def experts_used(weight: WeightShape, num_tokens: float) -> float:
@@ -79,7 +81,8 @@ def attention_parts(
         num_pairs = load.num_tokens * (seen + HALF_TILE) * group.num_layers
         flops = attention_flops(num_pairs, shape.num_heads, group.head_dim)
     rows = min(load.num_new * shape.num_heads / group.num_kv_heads, BLOCK_QUERIES)
-    return _parts(processor.kv_bytes_per_s or processor.bytes_per_s, rate, rows, flops, read, kept)
+    compute_s = flops / rate.flops(rows) if flops else 0.0
+    return _parts(processor.kv_bytes_per_s or processor.bytes_per_s, rate, compute_s, read, kept)
 
 
 def attention_flops(num_pairs: float, num_heads: int, head_dim: int) -> float:
@@ -202,7 +205,7 @@ def fit_reading(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
     best = (math.inf, longest, math.inf)
     for step in range(101):
         read_s = longest * (1 - step / 200)
-        for overlap in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, math.inf):
+        for overlap in (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, math.inf):
             rate = ProductRate(((1, 1.0),), overlap=overlap)
             error = sum(
                 math.log(rate.together(read_s, compute_s) / measured) ** 2
@@ -213,11 +216,10 @@ def fit_reading(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _parts(
-    bytes_per_s: float, rate: ProductRate, rows: float, flops: float, read: float, kept: float
+    bytes_per_s: float, rate: ProductRate, compute_s: float, read: float, kept: float
 ) -> tuple[float, float]:
     """What both take beside each other is the longer one's."""
     read_s = (1 - kept) * read / (rate.bytes_per_s or bytes_per_s)
-    compute_s = flops / rate.flops(rows) if flops else 0.0
     seconds = rate.together(read_s, compute_s)
     return (seconds, compute_s) if read_s > compute_s else (read_s, seconds)
 

@@ -30,6 +30,9 @@ class ProductRate:
     #: How well reading and arithmetic hide behind each other: both take
     #: ``(reading^overlap + arithmetic^overlap) ^ (1 / overlap)``; at infinity the longer one.
     overlap: float = math.inf
+    #: Seconds that each number of the inputs takes beside that, however many outputs it has: low
+    #: bits are multiplied with rounded inputs.
+    input_s: float = 0.0
 
     def flops(self, rows: float) -> float:
         """Between two points the seconds of a row change evenly."""
@@ -48,7 +51,7 @@ class ProductRate:
     def scaled(self, factor: float) -> ProductRate:
         """Of a processor ``factor`` times as fast."""
         points = tuple((rows, flops * factor) for rows, flops in self.points)
-        return ProductRate(points, self.bytes_per_s * factor, self.overlap)
+        return ProductRate(points, self.bytes_per_s * factor, self.overlap, self.input_s / factor)
 
     def together(self, read_s: float, compute_s: float) -> float:
         """Seconds of reading and arithmetic that go on beside each other."""

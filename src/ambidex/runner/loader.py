@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -51,7 +51,7 @@ from ambidex.memory.step_memory import (
     layer_bytes,
     room_for_kv,
 )
-from ambidex.models.registry import CausalLM, build_model, model_config
+from ambidex.models.registry import build_model, model_config
 from ambidex.runner.compressing import Compressing
 from ambidex.runner.foretelling import Predict, foretell, host_profile, predictor
 from ambidex.runner.graphs import GraphReplayer
@@ -161,6 +161,20 @@ def load_lane(
     return lane
 
 
+def _load_on(
+    hands: Hands,
+    config: EngineConfig,
+    profile: HardwareProfile | None,
+    progress: Callable[[int, int], None] | None,
+) -> LoadedLane:
+    loading = _Loading(hands, config, profile)
+    loading.open()
+    loading.plan()
+    loading.load(progress)
+    loading.start()
+    return loading.lane()
+
+
 def _clear_frames(error: BaseException) -> None:
     """Drop the variables of the calls that an error, and what it came of, went through."""
     at: BaseException | None = error
@@ -169,239 +183,364 @@ def _clear_frames(error: BaseException) -> None:
         at = at.__context__
 
 
-def _load_on(
-    hands: Hands,
-    config: EngineConfig,
-    profile: HardwareProfile | None,
-    progress: Callable[[int, int], None] | None,
-) -> LoadedLane:
-    cache = config.cache
-    resolved = resolve_model(config.model.model, revision=config.model.revision)
-    checkpoint = open_checkpoint(Path(resolved.path), dict(config.model.hf_overrides))
-    tokenizer_path = checkpoint.path
-    if config.model.tokenizer is not None:
-        tokenizer_path = Path(resolve_model(config.model.tokenizer).path)
-    model_values = model_config(checkpoint.config)
-    check_config(model_values, checkpoint)
-    with config_errors(model_values):
-        max_model_len = resolve_max_model_len(
-            config.model.max_model_len, model_values, config.model.max_model_len_cap
+@dataclass(frozen=True, slots=True)
+class _LaneSizes:
+    """What steps and the KV cache of a lane take of its device."""
+
+    config: EngineConfig
+    steps: StepSizes
+    groups: Sequence[KVGroup]
+    max_model_len: int
+    #: The device's memory in words, and the share of it for a cache that nobody sized.
+    memory: str
+    share: float
+    #: Of the device, beside activations, KV cache and weights.
+    beside_bytes: int = 0
+
+    @property
+    def groups_bytes(self) -> list[GroupSize]:
+        return [GroupSize(group.bytes_per_token, group.window) for group in self.groups]
+
+    @property
+    def is_length_given(self) -> bool:
+        return self.config.model.max_model_len is not None
+
+    def step_bytes(self, length: int) -> int:
+        """Of a step whose contexts are up to ``length`` tokens."""
+        return activation_bytes(self.steps, self.config.scheduler, length)
+
+    def kv_bytes(self, num_blocks: tuple[int, ...]) -> int:
+        return kv_cache_bytes(list(self.groups), num_blocks, self.config.cache.block_size)
+
+    def kv_room(self, comfortable_bytes: int = 0) -> int:
+        """What weights on an accelerator leave for the cache."""
+        return room_for_kv(
+            self.groups_bytes,
+            self.config.cache,
+            self.config.scheduler,
+            self.max_model_len,
+            self.is_length_given,
+            comfortable_bytes,
         )
-    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    device = hands.device
-    near_node = None if hands.accelerator is None else hands.accelerator.node
-    host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
 
-    def build(length: int) -> tuple[CausalLM, list[KVGroup]]:
-        context = BuildContext(device, DTYPES[dtype], length, placed_kernels=hands.placed_kernels)
-        return build_model(context, model_values), context.kv_groups(KV_DTYPES[kv_dtype])
-
-    low_bit = low_bit_source(config, checkpoint, hands.host.kernels)
-    kv_dtype = _kv_dtype(cache.kv_cache_dtype, dtype, low_bit is not None, hands.host)
-    model, groups = build(max_model_len)
-    step_sizes = StepSizes.of_config(
-        model_values, [(len(g.layers), g.num_kv_heads, g.head_dim) for g in groups]
-    )
-
-    def step_bytes(length: int) -> int:
-        return activation_bytes(step_sizes, config.scheduler, length)
-
-    table = NameTable(model.names)
-    planned = planned_bytes(
-        model.named_parameters(), table, checkpoint, low_bit.num_bytes if low_bit else None
-    )
-    hands.host.measure()
-    group_sizes = [GroupSize(group.bytes_per_token, group.window) for group in groups]
-    is_length_given = config.model.max_model_len is not None
-    accelerator = hands.accelerator
-    captured_rows: list[int] = []
-    if accelerator is not None and not config.enforce_eager and config.offload.is_async:
-        # Without copies ahead the host waits within a step, and what waits cannot be captured.
-        captured_rows = graph_rows(config.scheduler.max_num_seqs)
-    captured_bytes = graph_bytes(step_sizes, captured_rows)
-    beside = 0 if accelerator is None else captured_bytes + rope_bytes(model)
-    kv_room = room_for_kv(group_sizes, cache, config.scheduler, max_model_len, is_length_given)
-    least_steps = step_bytes(max_model_len if is_length_given else 1)
-    streaming = Compressing(hands, model, config.offload)
-    beside += streaming.staging_bytes
-    if accelerator is not None:
-        needs = {
-            "the largest step": least_steps,
-            "captured steps (none with --enforce-eager)": captured_bytes,
-            "tables of positions": rope_bytes(model),
-            "decompressing a weight": streaming.staging_bytes,
-            "the KV cache": kv_room,
-        }
-        ledger = accelerator.ledger
-        check_room_for_weights(ledger, needs)
-        left = ledger.free_bytes - sum(needs.values())
-        comfortable = comfortable_kv_bytes(
-            config.offload,
-            sum(planned.values()),
-            left,
-            ledger.capacity_bytes,
-            hands.host.ledger.free_bytes - step_bytes(1),
-        )
-        kv_room = room_for_kv(
-            group_sizes, cache, config.scheduler, max_model_len, is_length_given, comfortable
-        )
-    shape = built_shape(model, groups, step_sizes, planned)
-    places = plan_places(
-        config,
-        hands,
-        model,
-        table.paths(checkpoint.tensor_names()),
-        planned,
-        least_steps + beside + kv_room,
-        step_bytes(1),
-        shape,
-        kv_room,
-    )
-    weights = [
-        (ledger, _reserve_weights(config, ledger, places.num_bytes[ledger.name], step_bytes(1)))
-        for ledger in hands.ledgers
-    ]
-    if places.staging_bytes:
-        staging = device.ledger.reserve("staging", "streamed weights", places.staging_bytes)
-        weights.append((device.ledger, staging))
-    held_back = (
-        device.ledger.reserve("weights", "cached experts", places.cache_bytes)
-        if places.cache_bytes
-        else None
-    )
-    of_memory = ("host memory", DEFAULT_KV_SHARE)
-    if accelerator is not None:
-        of_memory = (device.name, ASKED_KV_SHARE)
-
-    def fit(free_bytes: int) -> KVSize:
+    def fit(self, free_bytes: int) -> KVSize:
         return size_kv_cache(
-            group_sizes,
-            free_bytes - beside,
-            step_bytes,
-            cache,
-            config.scheduler,
-            max_model_len,
-            is_length_given,
-            *of_memory,
+            self.groups_bytes,
+            free_bytes - self.beside_bytes,
+            self.step_bytes,
+            self.config.cache,
+            self.config.scheduler,
+            self.max_model_len,
+            self.is_length_given,
+            self.memory,
+            self.share,
         )
 
-    def kv_bytes(num_blocks: tuple[int, ...]) -> int:
-        return kv_cache_bytes(groups, num_blocks, cache.block_size)
 
-    def make_cache(size: KVSize) -> KVCache:
-        return KVCache(device, groups, size.num_blocks, cache.block_size, KV_DTYPES[kv_dtype])
+class _Loading:
+    """The stages of loading one lane, in order: each uses what those before it left."""
 
-    memory = LaneMemory(device, fit, step_bytes, kv_bytes)
-    if memory.size.max_model_len != max_model_len:
-        # Some rope scalings depend on the longest context. So far the model takes no memory.
-        model, groups = build(memory.size.max_model_len)
-    of_steps: Reservation | None = None
-    place_parameters(model, streaming.places(model, places.by_path, config.scheduler))
-    if accelerator is not None:
-        num_bytes = step_bytes(memory.size.max_model_len)
-        of_steps = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
-        assert hands.host_memory is not None
-        hands.host_memory.limit_bytes = layer_bytes(step_sizes, config.scheduler)
-    if host_nodes.is_filled:
-        hands.host.fill_nodes(host_nodes.plan(places.num_bytes[hands.host.ledger.name]))
-    with memory_refused(device):
-        unused = load_weights(
-            model.named_parameters(),
-            table,
-            checkpoint,
-            device,
-            progress,
-            low_bit.load if low_bit else None,
+    def __init__(self, hands: Hands, config: EngineConfig, profile: HardwareProfile | None) -> None:
+        self._hands = hands
+        self._config = config
+        self._profile = profile
+        self._device = hands.device
+        self._accelerator = hands.accelerator
+        near_node = None if hands.accelerator is None else hands.accelerator.node
+        self._host_nodes = HostNodes(hands.host.ledger, hands.threads, near_node)
+
+    # --- what the files hold, and the model without weights ------------------------------------
+
+    def open(self) -> None:
+        config, hands = self._config, self._hands
+        self._resolved = resolve_model(config.model.model, revision=config.model.revision)
+        self._checkpoint = open_checkpoint(
+            Path(self._resolved.path), dict(config.model.hf_overrides)
         )
-        # What is held, to the byte, takes the place of what was foreseen.
-        for ledger, reservation in weights:
-            ledger.release(reservation)
-        held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
-        on_host = held
-        if accelerator is not None:
-            on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
-            device.ledger.reserve("weights", "weights", held - on_host)
-        host_nodes.reserve("weights", "weights", on_host)
-        if accelerator is not None:
-            limits = config.scheduler
-            start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
-            streaming.start(model)
-    # What loading freed counts as free.
-    give_freed_memory_back()
-    kv_cache = memory.make_cache(make_cache)
-    size = memory.size
-    replayer: Replayer | GraphReplayer | None = None
-    if accelerator is not None:
-        device.ledger.reserve("activations", "tables of positions", rope_bytes(model))
-        if captured_rows:
-            device.ledger.reserve("graphs", "captured steps", captured_bytes)
-            assert hands.placed is not None
-            replayer = GraphReplayer(accelerator, hands.placed, model, kv_cache, captured_rows)
-    elif device.kernels.can_record and not config.enforce_eager:
-        replayer = Replayer(
-            cast("NativeKernels", device.kernels),
+        self._tokenizer_path = self._checkpoint.path
+        if config.model.tokenizer is not None:
+            self._tokenizer_path = Path(resolve_model(config.model.tokenizer).path)
+        self._values = model_config(self._checkpoint.config)
+        check_config(self._values, self._checkpoint)
+        with config_errors(self._values):
+            self._max_model_len = resolve_max_model_len(
+                config.model.max_model_len, self._values, config.model.max_model_len_cap
+            )
+        self._vocab_size = int(self._values.require("vocab_size"))
+        self._dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+        self._low_bit = low_bit_source(config, self._checkpoint, hands.host.kernels)
+        self._kv_dtype = _kv_dtype(
+            config.cache.kv_cache_dtype, self._dtype, self._low_bit is not None, hands.host
+        )
+        self._build(self._max_model_len)
+        self._table = NameTable(self._model.names)
+        self._planned = planned_bytes(
+            self._model.named_parameters(),
+            self._table,
+            self._checkpoint,
+            self._low_bit.num_bytes if self._low_bit else None,
+        )
+        steps = StepSizes.of_config(
+            self._values, [(len(g.layers), g.num_kv_heads, g.head_dim) for g in self._groups]
+        )
+        of_memory = ("host memory", DEFAULT_KV_SHARE)
+        if self._accelerator is not None:
+            of_memory = (self._device.name, ASKED_KV_SHARE)
+        self._sizes = _LaneSizes(config, steps, self._groups, self._max_model_len, *of_memory)
+        self._shape = built_shape(self._model, self._groups, steps, self._planned)
+
+    def _build(self, length: int) -> None:
+        """The model for contexts of ``length``; it takes no memory yet."""
+        context = BuildContext(
+            self._device, DTYPES[self._dtype], length, placed_kernels=self._hands.placed_kernels
+        )
+        self._model = build_model(context, self._values)
+        self._groups = context.kv_groups(KV_DTYPES[self._kv_dtype])
+
+    # --- where everything goes -----------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Reserve in every account what the model will take. Raises OutOfMemory, OptionError."""
+        config, hands, model = self._config, self._hands, self._model
+        hands.host.measure()
+        self._captured_rows: list[int] = []
+        if self._accelerator is not None and not config.enforce_eager and config.offload.is_async:
+            # Without copies ahead the host waits within a step, and what waits is not captured.
+            self._captured_rows = graph_rows(config.scheduler.max_num_seqs)
+        self._captured_bytes = graph_bytes(self._sizes.steps, self._captured_rows)
+        self._compressing = Compressing(hands, model, config.offload)
+        if self._accelerator is not None:
+            beside = self._captured_bytes + self._compressing.staging_bytes + rope_bytes(model)
+            self._sizes = replace(self._sizes, beside_bytes=beside)
+        kv_room, needed = self._room_beside_weights()
+        self._places = plan_places(
+            config,
+            hands,
             model,
-            kv_cache,
+            self._table.paths(self._checkpoint.tensor_names()),
+            self._planned,
+            needed,
+            self._sizes.step_bytes(1),
+            self._shape,
+            kv_room,
+        )
+        self._reserve_weights()
+        sizes = self._sizes
+        self._memory = LaneMemory(self._device, sizes.fit, sizes.step_bytes, sizes.kv_bytes)
+        if self._memory.size.max_model_len != self._max_model_len:
+            # Some rope scalings depend on the longest context.
+            self._build(self._memory.size.max_model_len)
+        self._host_part: Reservation | None = None
+        if self._accelerator is not None:
+            num_bytes = self._sizes.step_bytes(self._memory.size.max_model_len)
+            self._host_part = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
+            assert hands.host_memory is not None
+            hands.host_memory.limit_bytes = layer_bytes(self._sizes.steps, config.scheduler)
+
+    def _room_beside_weights(self) -> tuple[int, int]:
+        """Bytes for the KV cache, and for all that is not weights."""
+        sizes = self._sizes
+        steps = sizes.step_bytes(sizes.max_model_len if sizes.is_length_given else 1)
+        room = sizes.kv_room()
+        if self._accelerator is None:
+            return room, steps + room
+        needs = {
+            "the largest step": steps,
+            "captured steps (none with --enforce-eager)": self._captured_bytes,
+            "tables of positions": rope_bytes(self._model),
+            "decompressing a weight": self._compressing.staging_bytes,
+            "the KV cache": room,
+        }
+        ledger = self._accelerator.ledger
+        check_room_for_weights(ledger, needs)
+        comfortable = comfortable_kv_bytes(
+            self._config.offload,
+            sum(self._planned.values()),
+            ledger.free_bytes - sum(needs.values()),
+            ledger.capacity_bytes,
+            self._hands.host.ledger.free_bytes - sizes.step_bytes(1),
+        )
+        room = sizes.kv_room(comfortable)
+        return room, steps + sizes.beside_bytes + room
+
+    def _reserve_weights(self) -> None:
+        places = self._places
+        self._weights = [
+            (
+                ledger,
+                _reserve_weights(
+                    self._config, ledger, places.num_bytes[ledger.name], self._sizes.step_bytes(1)
+                ),
+            )
+            for ledger in self._hands.ledgers
+        ]
+        ledger = self._device.ledger
+        if places.staging_bytes:
+            staging = ledger.reserve("staging", "streamed weights", places.staging_bytes)
+            self._weights.append((ledger, staging))
+        self._held_back: Reservation | None = None
+        if places.cache_bytes:
+            self._held_back = ledger.reserve("weights", "cached experts", places.cache_bytes)
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def load(self, progress: Callable[[int, int], None] | None) -> None:
+        """Every weight to its place; what is held then stands in the ledgers, to the byte."""
+        config, hands, model = self._config, self._hands, self._model
+        places = self._compressing.places(model, self._places.by_path, config.scheduler)
+        place_parameters(model, places)
+        if self._host_nodes.is_filled:
+            on_host = self._places.num_bytes[hands.host.ledger.name]
+            hands.host.fill_nodes(self._host_nodes.plan(on_host))
+        with memory_refused(self._device):
+            self._unused = load_weights(
+                model.named_parameters(),
+                self._table,
+                self._checkpoint,
+                self._device,
+                progress,
+                self._low_bit.load if self._low_bit else None,
+            )
+            for ledger, reservation in self._weights:
+                ledger.release(reservation)
+            held = sum(parameter.held_bytes for _, parameter in model.named_parameters())
+            self._on_host = held
+            if self._accelerator is not None:
+                self._on_host = sum(host_weight_bytes(each) for _, each in model.named_parameters())
+                self._device.ledger.reserve("weights", "weights", held - self._on_host)
+            self._host_nodes.reserve("weights", "weights", self._on_host)
+            if self._accelerator is not None:
+                limits = config.scheduler
+                start_streaming(hands, model, config.offload, limits.max_num_batched_tokens)
+                self._compressing.start(model)
+        # What loading freed counts as free.
+        give_freed_memory_back()
+
+    # --- cache, steps, warm-up -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make the KV cache and what replays steps, and compute the first ones."""
+        config = self._config
+        self._kv_cache = self._memory.make_cache(
+            lambda size: KVCache(
+                self._device,
+                self._groups,
+                size.num_blocks,
+                config.cache.block_size,
+                KV_DTYPES[self._kv_dtype],
+            )
+        )
+        self._size = self._memory.size
+        replayer = self._replayer()
+        if self._accelerator is not None:
+            if self._held_back is not None:
+                self._device.ledger.release(self._held_back)
+            # And what nothing else has asked for, but for a little that is reserved at first use.
+            cache_bytes = self._device.ledger.free_bytes * 7 // 8
+            start_expert_cache(
+                self._hands, self._model, config.offload.moe_expert_cache, cache_bytes
+            )
+        self._runner = ModelRunner(
+            self._device, self._model, self._kv_cache, replayer, self._hands.kernels
+        )
+        limits = config.scheduler
+        largest = Largest(
+            limits.max_num_batched_tokens, limits.max_num_seqs, self._size.max_model_len
+        )
+        warm_up(self._runner, largest if config.warm_up_fully else None)
+        give_freed_memory_back()
+        self._settle()
+
+    def _replayer(self) -> Replayer | GraphReplayer | None:
+        config, device = self._config, self._device
+        if self._accelerator is not None:
+            rotations = rope_bytes(self._model)
+            device.ledger.reserve("activations", "tables of positions", rotations)
+            if not self._captured_rows:
+                return None
+            device.ledger.reserve("graphs", "captured steps", self._captured_bytes)
+            assert self._hands.placed is not None
+            return GraphReplayer(
+                self._accelerator,
+                self._hands.placed,
+                self._model,
+                self._kv_cache,
+                self._captured_rows,
+            )
+        if not device.kernels.can_record or config.enforce_eager:
+            return None
+        return Replayer(
+            cast("NativeKernels", device.kernels),
+            self._model,
+            self._kv_cache,
             config.scheduler.max_num_batched_tokens,
             config.scheduler.max_num_seqs,
         )
-    if accelerator is not None:
-        if held_back is not None:
-            device.ledger.release(held_back)
-        # And what nothing else has asked for, but for a little that is reserved at first use.
-        cache_bytes = device.ledger.free_bytes * 7 // 8
-        start_expert_cache(hands, model, config.offload.moe_expert_cache, cache_bytes)
-    runner = ModelRunner(device, model, kv_cache, replayer, hands.kernels)
-    scheduler = config.scheduler
-    largest = Largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, size.max_model_len)
-    warm_up(runner, largest if config.warm_up_fully else None)
-    give_freed_memory_back()
-    vocab_size = int(model_values.require("vocab_size"))
-    if of_steps is not None and config.warm_up_fully:
-        # All kinds of steps have been computed, the largest too.
-        hands.host.ledger.release(of_steps)
-        for name, size_bytes in _host_part_bytes(config, hands, vocab_size).items():
-            hands.host.ledger.reserve("activations", name, size_bytes)
-    ropes = [module for module in submodules(model) if isinstance(module, Rope)]
-    rotations = [part for rope in ropes for part in rope.tables]
-    recorded = runner.replayer if isinstance(runner.replayer, Replayer) else None
-    if recorded is not None:
-        memory.settle_steps(_recorded_bytes(config, runner, recorded, rotations, vocab_size))
-    if cache.prefault:
-        arena = recorded.arena_tensors() if recorded is not None else []
-        memory.take_pages([*kv_cache.tensors(), *rotations, *arena])
-    notes = [*hands.notes, *places.notes, *streaming.notes]
-    notes += [*host_nodes.notes(on_host), *memory.notes]
-    if size.note:
-        notes.append(size.note)
-    unknown = [name for name in unused if not name.endswith("lm_head.weight")]
-    if unknown:
-        notes.append(
-            f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
+
+    def _settle(self) -> None:
+        """What steps take, as far as it is known by now, in the place of estimates."""
+        config, vocab_size = self._config, self._vocab_size
+        if self._host_part is not None and config.warm_up_fully:
+            # All kinds of steps have been computed, the largest too.
+            host = self._hands.host.ledger
+            host.release(self._host_part)
+            for name, num_bytes in _host_part_bytes(config, self._hands, vocab_size).items():
+                host.reserve("activations", name, num_bytes)
+        ropes = [module for module in submodules(self._model) if isinstance(module, Rope)]
+        rotations = [part for rope in ropes for part in rope.tables]
+        arena: list[torch.Tensor] = []
+        recorded = self._runner.replayer
+        if isinstance(recorded, Replayer):
+            arena = recorded.arena_tensors()
+            self._memory.settle_steps(
+                _recorded_bytes(config, self._runner, recorded, rotations, vocab_size)
+            )
+        if config.cache.prefault:
+            self._memory.take_pages([*self._kv_cache.tensors(), *rotations, *arena])
+
+    # --- the outcome ---------------------------------------------------------------------------
+
+    def lane(self) -> LoadedLane:
+        config, checkpoint, size = self._config, self._checkpoint, self._size
+        predict = self._places.predict
+        if self._profile is not None:
+            predict = predictor(self._profile, self._shape)
+        is_real_time = self._accelerator is None or self._accelerator.is_real_time
+        return LoadedLane(
+            hands=self._hands,
+            device=self._device,
+            ledgers=self._hands.ledgers,
+            runner=self._runner,
+            checkpoint=checkpoint,
+            description=f"{self._resolved.description} ({checkpoint.format}, "
+            f"{checkpoint.dtype_name})",
+            tokenizer_path=self._tokenizer_path,
+            groups=self._groups,
+            num_blocks=size.num_blocks,
+            max_model_len=size.max_model_len,
+            vocab_size=self._vocab_size,
+            dtype_description=self._low_bit.description
+            if self._low_bit
+            else _describe_dtype(config.model.dtype, self._dtype, checkpoint.dtype_name),
+            kv_dtype=self._kv_dtype,
+            notes=self._notes(),
+            load_s=0.0,
+            memory_nodes=self._host_nodes.describe(),
+            expected=foretell(predict, config, size.max_model_len) if predict else {},
+            predict=predict if is_real_time else None,
         )
-    predict = places.predict if profile is None else predictor(profile, shape)
-    return LoadedLane(
-        hands=hands,
-        device=device,
-        ledgers=hands.ledgers,
-        runner=runner,
-        checkpoint=checkpoint,
-        description=f"{resolved.description} ({checkpoint.format}, {checkpoint.dtype_name})",
-        tokenizer_path=tokenizer_path,
-        groups=groups,
-        num_blocks=size.num_blocks,
-        max_model_len=size.max_model_len,
-        vocab_size=vocab_size,
-        dtype_description=low_bit.description
-        if low_bit
-        else _describe_dtype(config.model.dtype, dtype, checkpoint.dtype_name),
-        kv_dtype=kv_dtype,
-        notes=notes,
-        load_s=0.0,
-        memory_nodes=host_nodes.describe(),
-        expected=foretell(predict, config, size.max_model_len) if predict else {},
-        predict=predict if accelerator is None or accelerator.is_real_time else None,
-    )
+
+    def _notes(self) -> list[str]:
+        notes = [*self._hands.notes, *self._places.notes, *self._compressing.notes]
+        notes += [*self._host_nodes.notes(self._on_host), *self._memory.notes]
+        if self._size.note:
+            notes.append(self._size.note)
+        unknown = [name for name in self._unused if not name.endswith("lm_head.weight")]
+        if unknown:
+            notes.append(
+                f"{len(unknown)} tensors of the checkpoint are not used, for example {unknown[0]}."
+            )
+        return notes
 
 
 def _kv_dtype(asked: str, dtype: str, is_low_bit: bool, device: CPUDevice) -> str:
