@@ -409,6 +409,10 @@ def test_without_names_it_is_this_machine(
     words = ("plan", "smollm2-135m", "--ram", "8", "--json")
     assert json.loads(call_command(*words).out)["hardware"]["host"]["memory_bytes"] == 8 << 30
     assert measured == ["auto"]
+    assert call_command(*words, "--measure").code == 0
+    assert measured == ["auto", "auto"]
+    done = call_command("plan", "smollm2-135m", "--gpu", "A10", "--measure")
+    assert done.code == 2 and "--gpu A10 names another" in done.err
 
 
 def test_a_cpu_of_the_table_is_a_machine_without_an_accelerator(call_command: Command) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ambidex.engine.foretold import JUDGED_STEPS, Foretelling, StepSpeed
-from ambidex.engine.strain import Strain, likely_cause, read_strain
+from ambidex.memory.strain import Strain, likely_cause, read_strain
 from ambidex.memory.operations import StepLoad
 from ambidex.runner.decision import Decision, ScheduledRequest
 

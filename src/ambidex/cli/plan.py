@@ -32,6 +32,8 @@ OPTIONS = (
            help="memory of the host: 64GB, or a number of GiB"),
     Option("--this-machine", WORKS, "flag", dest="plan.this_machine", default=False,
            no_form=False, help="the machine that this runs on, as without --gpu and --cpu"),
+    Option("--measure", WORKS, "flag", dest="plan.measure", default=False, no_form=False,
+           help="measure this machine anew: for a change, or other programs at the last time"),
     Option("--prompt-len", WORKS, "count", dest="plan.prompt_len", default=512, low=1,
            unit="tokens", help="tokens of the prompt whose times are predicted"),
     Option("--output-len", WORKS, "count", dest="plan.output_len", default=128, low=1,
@@ -107,6 +109,11 @@ def _check(resolved: Resolved) -> None:
             f"--this-machine and --{named[0]} {values[f'plan.{named[0]}']} name two machines. "
             "Leave one of them out."
         )
+    if named and values["plan.measure"]:
+        raise OptionError(
+            f"--measure measures this machine, and --{named[0]} {values[f'plan.{named[0]}']} names "
+            "another. Leave one of them out."
+        )
     device = values["device"]
     if named and device != "auto" and resolved.sources["device"] == "command line":
         raise OptionError(
@@ -133,7 +140,7 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
 
     # It says so where it has to measure, which takes seconds.
     logs.configure(config.log.level, config.log.format)
-    profile = this_machine(config, cache_dir())
+    profile = this_machine(config, cache_dir(), anew=resolved.values["plan.measure"])
     # What the system and the container leave now, as the engine's ledger has it.
     size = host_capacity_bytes() if ram is None else ram
     return replace(profile, host=replace(profile.host, memory_bytes=size))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ambidex.engine.strain import Strain, likely_cause, read_strain
+from ambidex.memory.strain import Strain, likely_cause, read_strain
 from ambidex.memory.operations import StepLoad
 from ambidex.runner.decision import Decision
 
