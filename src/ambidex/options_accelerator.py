@@ -90,7 +90,7 @@ ACCELERATOR_OPTIONS = (
         "--cpu-offload-gb",
         "gib",
         _NO_OFFLOAD,
-        "Weights to keep in host memory: 4, 40GB; 0 forbids it.",
+        "Weights to keep in host memory: 4, 40GB; 0 forbids it. Also: --cpu-offload-size.",
         dest="cpu_offload_bytes",
         default_help="what does not fit",
         low=0,
@@ -280,17 +280,25 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
         gpu_memory_limit_bytes=values["gpu_memory_limit_bytes"],
     )
     if config.names_accelerator:
-        for name, dest in (
-            ("--gpu-memory-utilization", "gpu_memory_utilization"),
-            ("--gpu-memory-limit", "gpu_memory_limit_bytes"),
-            ("--num-gpu-blocks", "num_blocks"),
-        ):
-            if values[dest] == 0:
-                raise OptionError(
-                    f"{name} 0 leaves --device {config.device} nothing to work with. Give more "
-                    "than 0, leave it out, or compute on the CPU alone with --device cpu."
-                )
+        check_room(
+            values,
+            f"--device {config.device}",
+            ", leave it out, or compute on the CPU alone with --device cpu",
+        )
     return config
+
+
+def check_room(values: Mapping[str, Any], lane: str, remedy: str = ", or leave it out") -> None:
+    """Raises :class:`OptionError` where the accelerator that ``lane`` names has no memory."""
+    for name, dest in (
+        ("--gpu-memory-utilization", "gpu_memory_utilization"),
+        ("--gpu-memory-limit", "gpu_memory_limit_bytes"),
+        ("--num-gpu-blocks", "num_blocks"),
+    ):
+        if values[dest] == 0:
+            raise OptionError(
+                f"{name} 0 leaves {lane} nothing to work with. Give more than 0{remedy}."
+            )
 
 
 def offload_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> OffloadConfig:

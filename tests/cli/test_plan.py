@@ -431,6 +431,31 @@ def test_weights_that_are_quantised_already_stay_so_beside_a_gpu(call_command: C
     assert wide["weight_bytes"] > 1.9 * plain["weight_bytes"]
 
 
+def test_a_gpu_without_bfloat16_holds_float16(call_command: Command) -> None:
+    found = json.loads(call_command("plan", SMALL, "--gpu", "T4", "--json").out)
+    assert found["model"]["description"] == "float16 (auto)"
+
+
+def test_threads_do_not_change_a_cpu_of_the_table(call_command: Command) -> None:
+    words = ("plan", SMALL, "--cpu", "epyc-9354")
+    done = call_command(*words, "--cpu-threads", "4")
+    assert done.out == call_command(*words).out
+    assert "--cpu-threads 4: no effect here: EPYC 9354 is planned with all its cores" in done.err
+    assert "--cpu-threads" not in call_command(*words, "--cpu-threads", "32").err
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpu-memory-utilization 0", "--gpu-memory-limit 0", "--num-gpu-blocks 0"]
+)
+def test_an_accelerator_with_nothing_to_work_with(call_command: Command, words: str) -> None:
+    done = call_command("plan", SMALL, "--gpu", "A10", *words.split())
+    assert done.code == 2
+    assert done.err == (
+        f"ambidex: error: {words} leaves --gpu A10 nothing to work with. Give more than 0, or "
+        "leave it out.\n"
+    )
+
+
 def test_what_does_not_fit_names_what_does(call_command: Command) -> None:
     words = ("plan", "llama-3-70b", "--gpu", "A100-80", "--ram", "64GB")
     done = call_command(*words)

@@ -495,8 +495,8 @@ def test_forbidden_and_needed() -> None:
     message = refusal(modules, total(modules) - 20 * MIB, cpu_offload_bytes=0, profile=FAST_HOST)
     assert message == (
         "The weights take 152.00 MiB, the accelerator has 132.00 MiB for them, and "
-        "--cpu-offload-gb 0 forbids keeping any on the host. Leave it out, or give "
-        "--cpu-offload-size 24MiB."
+        "--no-cpu-offload (or --cpu-offload-gb 0) forbids keeping any on the host. Leave it out, "
+        "or give --cpu-offload-size 24MiB instead."
     )
     message = refusal(modules, total(modules) - 20 * MIB, 20 * MIB, cpu_offload_bytes=0)
     assert "24.00 MiB would have to go there, where 20.00 MiB are free. Free memory" in message

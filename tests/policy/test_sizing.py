@@ -314,7 +314,7 @@ def assert_suggestions_work(
     for number in re.findall(r"Lower it to (\d+), which fits", text):
         shorter = {**machine, "length": int(number)}
         assert size(*groups, **shorter).max_model_len == int(number) >= machine["block_size"]
-    for number in re.findall(r"Or give --kv-cache-memory-bytes (\d+)", text):
+    for number in re.findall(r"[Gg]ive --kv-cache-memory-bytes (\d+)", text):
         # Where not even a block fitted, a length that was asked for is the next thing to lower.
         is_next = "one block" in text
         larger = {**machine, "kv_cache_bytes": int(number), "num_blocks": None}

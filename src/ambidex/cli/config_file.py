@@ -27,7 +27,7 @@ def resolve_command(
     extra: Sequence[Option] = (),
 ) -> Resolved:
     """``options.resolve``, with the file that ``--config`` names."""
-    path = config_path(argv, extra=extra)
+    path = config_path(argv, command=command, extra=extra)
     file = None if path is None else load_config(path)
     return resolve(argv, env, file, command=command, extra=extra)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ambidex.cli.common import print_help, resolve, say, wants
 from ambidex.errors import OptionError
 from ambidex.options import WORKS, Option
+from ambidex.options_accelerator import check_room
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
@@ -61,15 +62,17 @@ def main(argv: Sequence[str]) -> int:
         say(f"ambidex: {note}")
 
     from ambidex.cli.plan_text import describe, refused, refused_json, to_json
+    from ambidex.memory.hardware_table import find_gpu
     from ambidex.memory.planner import PlanRefused, make_plan
     from ambidex.weights.shape import model_shape
 
     values = resolved.values
     lengths = {name: values[f"plan.{name}"] for name in ("prompt_len", "output_len")}
 
+    # Half the bytes, as vLLM has it beside a GPU; lanes of this machine compute in float32.
+    auto_dtype = "float32" if values["plan.gpu"] is None else find_gpu(values["plan.gpu"]).half
+
     def reshape(other: EngineConfig) -> ModelShape:
-        # Half the bytes, as vLLM has it beside a GPU; lanes of this machine compute in float32.
-        auto_dtype = "float32" if values["plan.gpu"] is None else "bfloat16"
         return model_shape(config.model.model, other, auto_dtype)
 
     shape = reshape(config)
@@ -120,6 +123,8 @@ def _check(resolved: Resolved) -> None:
             f"--device {device} is a device of this machine, and --{named[0]} "
             f"{values[f'plan.{named[0]}']} names another machine. Leave one of them out."
         )
+    if values["plan.gpu"] is not None:
+        check_room(values, f"--gpu {values['plan.gpu']}")
     if values["plan.json"] and values["plan.svg"] == "-":
         raise OptionError(
             "--json and --svg - both write to standard output. Give --svg a file's name."
@@ -132,7 +137,16 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
     if gpu is not None or cpu is not None:
         from ambidex.memory.hardware_table import table_profile
 
-        return table_profile(gpu, cpu, ram)
+        found = table_profile(gpu, cpu, ram)
+        threads, cores = config.cpu_threads, found.host.num_threads
+        # The environment's is about this machine.
+        is_meant = resolved.sources["cpu_threads"].startswith(("command line", "file"))
+        if is_meant and threads != cores:
+            say(
+                f"ambidex: --cpu-threads {threads}: no effect here: {found.host.name} is planned "
+                "with all its cores. --cpu takes the numbers of another."
+            )
+        return found
     from ambidex import logs
     from ambidex.device.profile_cache import this_machine
     from ambidex.memory.host import host_capacity_bytes

@@ -171,8 +171,9 @@ def size_kv_cache(
     if longest == max_model_len:
         return KVSize(counts, longest)
 
-    def room_for(length: int) -> str:
-        """The flag that makes room for a context, if there is one that is certain to."""
+    def room_for(length: int, is_second: bool = False) -> str:
+        """The flag that makes room for a context, if there is one that is certain to;
+        ``is_second``: after another."""
         needed, certain = sizes.request_bytes(length), offered(length, SUGGESTED_KV_SHARE)
         if needed > certain:
             return (
@@ -180,8 +181,8 @@ def size_kv_cache(
                 "weights. Free memory, or choose a smaller model."
             )
         if cache.num_blocks is not None:
-            return "Or leave --num-gpu-blocks-override out."
-        return f"Or give --kv-cache-memory-bytes {needed}."
+            return f"{'Or leave' if is_second else 'Leave'} --num-gpu-blocks-override out."
+        return f"{'Or give' if is_second else 'Give'} --kv-cache-memory-bytes {needed}."
 
     if min(longest, fitting) < cache.block_size:
         raise OutOfMemory(
@@ -192,7 +193,7 @@ def size_kv_cache(
         raise OutOfMemory(
             f"--max-model-len {max_model_len} needs "
             f"{format_bytes(sizes.request_bytes(max_model_len))} of KV cache for one request; "
-            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len)}"
+            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len, True)}"
         )
     return KVSize(
         counts,
