@@ -34,7 +34,7 @@ from ambidex.option_types import (
     settle,
     show,
 )
-from ambidex.options_accelerator import device_config, offload_config
+from ambidex.options_accelerator import check_file, device_config, offload_config
 from ambidex.options_file import FileEntry, FileOptions, entries, hint, switched_off
 from ambidex.options_table import GROUPS, OPTIONS, SERVER
 
@@ -535,6 +535,7 @@ def _read_file(file: FileOptions, table: _Table) -> tuple[list[_Given], list[str
             )
         if first is entry and one.raw is not None:
             given.append(one)
+    check_file({key: found for (key, path), found in seen.items() if not path})
     return given, list(switched_off(read))
 
 

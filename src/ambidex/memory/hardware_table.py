@@ -605,8 +605,8 @@ def _parse(
             raise OptionError(f"{option}: '{key}' must be more than 0, not '{value}'.")
         if key in _UNITS and re.fullmatch(r"[0-9.]+", value):
             raise OptionError(
-                f"{option}: '{key}={value}' lacks a unit: write {key}={value}{_UNITS[key]}, or what "
-                f"it is; for example {option} {example}."
+                f"{option}: '{key}={value}' lacks a unit: write {key}={value}{_UNITS[key]}, or "
+                f"what it is; for example {option} {example}."
             )
         values[key] = number
     missing = [key for key in needed if key not in values]
