@@ -124,7 +124,7 @@ def show(option: Option, value: Any) -> str:
 
 def show_bytes(num_bytes: int) -> str:
     """``37.25GiB``: four digits, in the largest unit that leaves at least one whole."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g}{unit}"
     return str(num_bytes)

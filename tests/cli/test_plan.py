@@ -19,10 +19,12 @@ from ambidex.cli.plan_svg import ACCOUNT_COLOURS, SHARE_COLOURS, draw
 from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, describe, refused, to_json
 from ambidex.config import EngineConfig, ModelConfig, OffloadConfig, SchedulerConfig
 from ambidex.memory import planner
+from ambidex.memory.hardware_table import CPUS, GPUS, find_gpu, find_host
 from ambidex.memory.ledger import ACCOUNTS, format_bytes, format_seconds
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.planner import Plan, PlanRefused, Prediction, Proposal
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.public_shapes import PUBLIC_SHAPES
 from ambidex.memory.rates import LinkRate
 from ambidex.memory.weight_places import WeightKind
 
@@ -431,6 +433,66 @@ def test_weights_that_are_quantised_already_stay_so_beside_a_gpu(call_command: C
     assert wide["weight_bytes"] > 1.9 * plain["weight_bytes"]
 
 
+def test_the_help_names_what_is_built_in(call_command: Command) -> None:
+    text = call_command("plan", "--help").out
+    for name in (*PUBLIC_SHAPES, *(row.name.replace(" ", "-") for row in (*GPUS, *CPUS))):
+        assert re.search(rf"[ \n]{re.escape(name)}[,\n]", text), name
+    for row in GPUS:
+        assert find_gpu(row.name.replace(" ", "-")).processor.name == row.name
+    for cpu in CPUS:
+        assert find_host(cpu.name.replace(" ", "-")).name == cpu.name
+    missing = call_command("plan", "nosuch", "--gpu", "A10")
+    assert missing.code == 1 and "`ambidex plan --help` lists them." in missing.err
+
+
+def test_layers_of_two_kinds_have_blocks_of_their_own(call_command: Command) -> None:
+    text = call_command("plan", "gemma-3-27b", "--gpu", "A10").out
+    assert re.search(
+        r"KV cache: [\d,]+ blocks of 16 tokens for 52 layers with a window of 1,024 tokens and "
+        r"[\d,]+ blocks of 16 tokens for 10 layers; requests of up to",
+        text,
+    )
+    assert "capacity of A10: 0.92 of its 22.35 GiB (--gpu-memory-utilization)\n" in text
+    less = call_command("plan", SMALL, "--gpu", "A10", "--gpu-memory-limit", "8GiB").out
+    assert "capacity of A10: less than its 22.35 GiB (--gpu-memory-limit)\n" in less
+    all_of_it = call_command("plan", SMALL, "--gpu", "A10", "--gpu-memory-utilization", "1").out
+    assert "capacity of" not in all_of_it
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--ram", "-5"), "--ram must be at least 1 (GiB), not -5."),
+        (("--RAM", "5"), "Unknown option --RAM. The nearest option is --ram."),
+        (("--zzzzzzzzz", "5"), "Unknown option --zzzzzzzzz. See `ambidex plan --help` for what"),
+    ],
+)
+def test_what_was_given_is_what_is_named(
+    call_command: Command, words: tuple[str, ...], text: str
+) -> None:
+    done = call_command("plan", SMALL, "--gpu", "A10", *words)
+    assert done.code == 2 and text in done.err
+
+
+def test_a_few_parameters_are_counted(tmp_path: Path, call_command: Command) -> None:
+    values = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert "llama, 4,656 parameters," in call_command("plan", str(path), "--gpu", "A10").out
+    for value, kind in ((None, "null"), ([], "a list"), (1, "a number"), (True, "true or false")):
+        path.write_text(json.dumps(value))
+        done = call_command("plan", str(path), "--gpu", "A10")
+        assert done.code == 1 and f"config.json holds {kind}, not an object." in done.err
+
+
 def test_a_gpu_without_bfloat16_holds_float16(call_command: Command) -> None:
     found = json.loads(call_command("plan", SMALL, "--gpu", "T4", "--json").out)
     assert found["model"]["description"] == "float16 (auto)"
@@ -534,7 +596,7 @@ def test_a_plan_loads_nothing_heavy() -> None:
 import sys
 from ambidex.cli import main
 assert main(["plan", "--help"]) == 0
-late = {"ambidex.memory.planner", "ambidex.memory.hardware_table", "ambidex.weights.shape"}
+late = {"ambidex.memory.planner", "ambidex.weights.shape"}
 assert not late & set(sys.modules)
 assert main(["plan", "qwen2-7b", "--gpu", "A10", "--svg", "/dev/null"]) == 0
 heavy = {"torch", "numpy", "rich", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub",

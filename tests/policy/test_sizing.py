@@ -196,8 +196,8 @@ def test_sized_from_what_is_there() -> None:
     small = size(LLAMA, available=8 * GIB, length=131072)
     large = size(LLAMA, available=256 * GIB, length=131072)
     assert num_bytes((LLAMA,), small) <= 4 * GIB
-    assert small.max_model_len < 131072 and "instead of 131072" in small.note
-    assert str(small.max_model_len) in small.note
+    assert small.max_model_len < 131072 and "instead of 131,072" in small.note
+    assert f"{small.max_model_len:,}" in small.note
     # Plenty: the model's whole context, for more than one request, with no flag.
     assert large.max_model_len == 131072 and large.note == ""
     assert large.num_blocks[0] * 16 > 4 * 131072

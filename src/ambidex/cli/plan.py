@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ OPTIONS = (
 def main(argv: Sequence[str]) -> int:
     if wants(argv, "--help", "-h", "--help-all"):
         print_help("plan", "MODEL [--gpu NAME] [OPTIONS]", OPTIONS, argv)
+        print("\n".join(_built_in()))
         return 0
     resolved = resolve("plan", argv, OPTIONS)
     if resolved is None:
@@ -100,6 +102,26 @@ def main(argv: Sequence[str]) -> int:
     elif values["plan.svg"] != "-":
         print("\n".join(describe(plan, config)))
     return 0
+
+
+def _built_in() -> Iterator[str]:
+    """The names that are built in, as lines of the help."""
+    from ambidex.memory.hardware_table import CPUS, GPUS
+    from ambidex.memory.public_shapes import PUBLIC_SHAPES
+
+    for title, names in (
+        ("Models that are built in, beside every config.json and GGUF file", PUBLIC_SHAPES),
+        ("Names for --gpu", [row.name.replace(" ", "-") for row in GPUS]),
+        ("Names for --cpu", [row.name.replace(" ", "-") for row in CPUS]),
+    ):
+        yield f"\n{title}:"
+        yield textwrap.fill(
+            ", ".join(names),
+            98,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
 
 
 def _check(resolved: Resolved) -> None:

@@ -348,7 +348,7 @@ class _Planner(Drafts):
         mix = self.judge.mix
         text = (
             f"{_HOW[draft.mode]}: the CPU reads {host} there, and the link carries {link}. A token "
-            f"of 1 request, of {mix.num_seqs}, and {mix.chunk_tokens} tokens of a prompt are "
+            f"of 1 request, of {mix.num_seqs:,}, and {mix.chunk_tokens:,} tokens of a prompt are "
             f"expected to take {_times(self.judge.seconds(draft))}"
         )
         fitting = [other for other in others if other is not None and self._fits(other)]

@@ -198,7 +198,7 @@ def size_kv_cache(
     return KVSize(
         counts,
         longest,
-        f"The context is {longest} tokens instead of {max_model_len}: the KV cache of {held} "
+        f"The context is {longest:,} tokens instead of {max_model_len:,}: the KV cache of {held} "
         "holds no more.",
     )
 
