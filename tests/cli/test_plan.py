@@ -493,6 +493,14 @@ def test_a_few_parameters_are_counted(tmp_path: Path, call_command: Command) -> 
         assert done.code == 1 and f"config.json holds {kind}, not an object." in done.err
 
 
+def test_the_smallest_machine_without_a_size_of_the_kv_cache(call_command: Command) -> None:
+    words = ("plan", "llama-3-8b", "--cpu", "epyc-9354")
+    done = call_command(*words, "--ram", "3GB", "--kv-cache-memory-bytes", "100GB")
+    found = re.search(r"--ram (\d+)GiB without --kv-cache-memory-bytes, with (--[^;.]+)", done.err)
+    assert done.code == 1 and found is not None, done.err
+    assert call_command(*words, "--ram", found[1], *found[2].split()).code == 0
+
+
 def test_a_gpu_without_bfloat16_holds_float16(call_command: Command) -> None:
     found = json.loads(call_command("plan", SMALL, "--gpu", "T4", "--json").out)
     assert found["model"]["description"] == "float16 (auto)"

@@ -176,9 +176,13 @@ def size_kv_cache(
         ``is_second``: after another."""
         needed, certain = sizes.request_bytes(length), offered(length, SUGGESTED_KV_SHARE)
         if needed > certain:
+            remedy = "Free memory"
+            if cache.kv_cache_bytes is not None:
+                # Beside an accelerator weights make room for a cache of any other size.
+                remedy = "Leave --kv-cache-memory-bytes out, free memory"
             return (
                 f"{format_bytes(max(certain, 0))} of {memory} can be counted on beside the "
-                "weights. Free memory, or choose a smaller model."
+                f"weights. {remedy}, or choose a smaller model."
             )
         if cache.num_blocks is not None:
             return f"{'Or leave' if is_second else 'Leave'} --num-gpu-blocks-override out."
