@@ -411,7 +411,7 @@ def test_what_is_suggested_works(
     assert call_command(*command, long, "--max-model-len", length).code == 0
     # Not asked for, it shrinks and says to what.
     free = call_command(*command, long)
-    assert free.code == 0 and "instead of 1000000" in free.err
+    assert free.code == 0 and "instead of 1,000,000" in free.err
     # Too small a KV cache for a context that the memory could hold.
     small = call_command(*command, "--max-model-len", "512", "--kv-cache-memory-bytes", "64KiB")
     size = suggested(small.err, r"--kv-cache-memory-bytes (\d+)")

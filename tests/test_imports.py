@@ -93,6 +93,7 @@ WITHOUT_TORCH = [
     "ambidex.memory.sizing",
     "ambidex.memory.split",
     "ambidex.memory.step_memory",
+    "ambidex.memory.strain",
     "ambidex.memory.weight_patterns",
     "ambidex.memory.weight_places",
     "ambidex.metrics",

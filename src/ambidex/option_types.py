@@ -124,7 +124,7 @@ def show(option: Option, value: Any) -> str:
 
 def show_bytes(num_bytes: int) -> str:
     """``37.25GiB``: four digits, in the largest unit that leaves at least one whole."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g}{unit}"
     return str(num_bytes)
@@ -138,7 +138,7 @@ def convert(option: Option, raw: Any, where: str) -> Any:
     try:
         value = TYPES[option.type](raw)
     except ValueError as error:
-        shown = "this value" if option.secret else repr(raw)
+        shown = "this value" if option.secret else _written(raw)
         detail = f" ({error})" if str(error) else ""
         hint = f" ({option.unit})" if option.unit else ""
         raise OptionError(
@@ -148,8 +148,17 @@ def convert(option: Option, raw: Any, where: str) -> Any:
         value = option.normal.get(value.lower(), value)
     if option.choices and value is not None:
         value = _choose(option, value, where)
-    _check_range(option, value, where)
+    _check_range(option, value, where, raw)
     return value
+
+
+def _written(raw: Any) -> str:
+    """What was given, but for its middle where it is long."""
+    try:
+        text = repr(raw)
+    except ValueError:  # An integer of thousands of digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-10:]}"
 
 
 def refusal(option: Option, value: Any) -> str | None:
@@ -176,7 +185,7 @@ def _choose(option: Option, value: Any, where: str) -> Any:
     raise OptionError(f"{where} must be one of {names}, not {value!r}.")
 
 
-def _check_range(option: Option, value: Any, where: str) -> None:
+def _check_range(option: Option, value: Any, where: str, raw: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     low, high = option.low, option.high
@@ -189,7 +198,8 @@ def _check_range(option: Option, value: Any, where: str) -> None:
         expected = f"at most {high:g}"
     else:
         expected = f"between {low:g} and {high:g}"
-    raise OptionError(f"{where} must be {expected}{unit}, not {value}.")
+    shown = f"{raw.strip():.60}" if isinstance(raw, str) else _written(raw)
+    raise OptionError(f"{where} must be {expected}{unit}, not {shown}.")
 
 
 # Each function takes text or a Python value and raises ValueError; the message is a detail or "".
@@ -214,6 +224,8 @@ _SIZE_UNITS = {
 def _number_with_unit(raw: Any) -> tuple[float | int, str]:
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         raise ValueError("")
+    if isinstance(raw, int) and abs(raw) >= 10**_MAX_DIGITS:
+        raise ValueError("it is too large")
     match = _NUMBER.fullmatch(str(raw).strip())
     if match is None:
         raise ValueError("")
@@ -248,6 +260,8 @@ def to_int(raw: Any) -> int:
     if isinstance(raw, str) and not raw.isascii():
         # int() takes the digits of every script.
         raise ValueError("its digits are not 0 to 9")
+    if isinstance(raw, int) and abs(raw) >= 10**_MAX_DIGITS:
+        raise ValueError("it is too large")
     try:
         return int(raw)
     except ValueError:

@@ -34,7 +34,7 @@ from ambidex.option_types import (
     settle,
     show,
 )
-from ambidex.options_accelerator import device_config, offload_config
+from ambidex.options_accelerator import check_file, device_config, offload_config
 from ambidex.options_file import FileEntry, FileOptions, entries, hint, switched_off
 from ambidex.options_table import GROUPS, OPTIONS, SERVER
 
@@ -224,7 +224,7 @@ def resolve(
     :class:`OptionError` for an unknown option (with the nearest one), a wrong value, and for
     refused options, all of them in one error, a line each.
     """
-    table = _Table((*extra, *OPTIONS))
+    table = _Table((*extra, *OPTIONS), command)
     given, positionals = _parse_argv(argv, table)
     source = FileOptions.of("the configuration", file) if isinstance(file, Mapping) else file
     from_env, unknown = _read_env(env, table)
@@ -264,9 +264,11 @@ def resolve_keywords(keywords: Mapping[str, Any], env: Mapping[str, str]) -> Res
     return Resolved("run", values, sources, (*judged, *unknown), ())
 
 
-def config_path(argv: Sequence[str], *, extra: Sequence[Option] = ()) -> str | None:
+def config_path(
+    argv: Sequence[str], *, command: str = "serve", extra: Sequence[Option] = ()
+) -> str | None:
     """The value of ``--config``, which must be known before anything can be resolved."""
-    given, _ = _parse_argv(argv, _Table((*extra, *OPTIONS)))
+    given, _ = _parse_argv(argv, _Table((*extra, *OPTIONS), command))
     paths = [g.raw for g in given if g.option.dest == "config"]
     return paths[-1] if paths else None
 
@@ -333,8 +335,9 @@ def _working(options: Iterable[Option], command: str) -> Iterator[Option]:
 class _Table:
     """Options by every spelling. An option that stands earlier wins a name."""
 
-    def __init__(self, options: tuple[Option, ...]) -> None:
+    def __init__(self, options: tuple[Option, ...], command: str = "serve") -> None:
         self.options = options
+        self.command = command
         self.by_name: dict[str, Option] = {}
         self.by_env: dict[str, Option] = {}
         self.prefixes: list[tuple[str, Option]] = []
@@ -375,11 +378,11 @@ class _Table:
         """``The nearest option is --port.``"""
         import difflib
 
-        bare = name.strip("-").replace("_", "-")
+        bare = name.strip("-").replace("_", "-").lower()
         names = [known[2:] for known in self.by_name if known.startswith("--")]
         found = difflib.get_close_matches(bare, names, n=1, cutoff=0.5)
         if not found:
-            return "See `ambidex serve --help` for what there is."
+            return f"See `ambidex {self.command} --help` for what there is."
         right = f"--{found[0]}" if what == "option" else found[0].replace("-", "_")
         return f"The nearest {what} is {right}."
 
@@ -532,6 +535,7 @@ def _read_file(file: FileOptions, table: _Table) -> tuple[list[_Given], list[str
             )
         if first is entry and one.raw is not None:
             given.append(one)
+    check_file({key: found for (key, path), found in seen.items() if not path})
     return given, list(switched_off(read))
 
 

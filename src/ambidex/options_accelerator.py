@@ -13,6 +13,7 @@ from typing import Any
 from ambidex.config import DeviceConfig, OffloadConfig
 from ambidex.errors import OptionError
 from ambidex.option_types import NO_EFFECT, REFUSED, WORKS, Option
+from ambidex.options_file import FileEntry
 
 ACCELERATOR = "Accelerator and weight offload"
 
@@ -90,7 +91,7 @@ ACCELERATOR_OPTIONS = (
         "--cpu-offload-gb",
         "gib",
         _NO_OFFLOAD,
-        "Weights to keep in host memory: 4, 40GB; 0 forbids it.",
+        "Weights to keep in host memory: 4, 40GB; 0 forbids it. Also: --cpu-offload-size.",
         dest="cpu_offload_bytes",
         default_help="what does not fit",
         low=0,
@@ -280,17 +281,41 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
         gpu_memory_limit_bytes=values["gpu_memory_limit_bytes"],
     )
     if config.names_accelerator:
-        for name, dest in (
-            ("--gpu-memory-utilization", "gpu_memory_utilization"),
-            ("--gpu-memory-limit", "gpu_memory_limit_bytes"),
-            ("--num-gpu-blocks", "num_blocks"),
-        ):
-            if values[dest] == 0:
-                raise OptionError(
-                    f"{name} 0 leaves --device {config.device} nothing to work with. Give more "
-                    "than 0, leave it out, or compute on the CPU alone with --device cpu."
-                )
+        check_room(
+            values,
+            f"--device {config.device}",
+            ", leave it out, or compute on the CPU alone with --device cpu",
+        )
     return config
+
+
+def check_room(values: Mapping[str, Any], lane: str, remedy: str = ", or leave it out") -> None:
+    """Raises :class:`OptionError` where the accelerator that ``lane`` names has no memory."""
+    for name, dest in (
+        ("--gpu-memory-utilization", "gpu_memory_utilization"),
+        ("--gpu-memory-limit", "gpu_memory_limit_bytes"),
+        ("--num-gpu-blocks", "num_blocks"),
+    ):
+        if values[dest] == 0:
+            raise OptionError(
+                f"{name} 0 leaves {lane} nothing to work with. Give more than 0{remedy}."
+            )
+
+
+def check_file(read: Mapping[str, tuple[FileEntry, Any]]) -> None:
+    """Raises :class:`OptionError` where one line of a file asks for an offload and another forbids
+    it, whatever goes before the file. ``read``: by the key of its option, a line and its value."""
+    lines = [
+        read[key] for key in ("cpu_offload_bytes", "offload_patterns", "cpu_offload") if key in read
+    ]
+    asks = [entry for entry, value in lines if value]
+    # True and False are 1 and 0; null and an empty list say nothing.
+    forbids = [entry for entry, value in lines if value == 0]
+    if asks and forbids:
+        raise OptionError(
+            f"{asks[0].key} ({asks[0].where}) asks for an offload, which {forbids[0].key} "
+            f"({forbids[0].where}) forbids. Leave one of them out."
+        )
 
 
 def offload_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> OffloadConfig:

@@ -146,7 +146,25 @@ def test_what_forbids_and_asks_in_one_file_is_an_error_with_both_lines(tmp_path:
     text = "device: sim\ngpu_offload: {enabled: false}\ncpu-offload-gb: 4\n"
     message = failure(tmp_path, text)
     assert "line 3" in message and "line 2" in message
-    assert "--cpu-offload-gb" in message and "--no-cpu-offload" in message
+    assert "cpu-offload-gb" in message and "gpu_offload.enabled" in message
+
+
+@pytest.mark.parametrize("words", [(), ("--cpu-offload-gb", "2"), ("--device", "cpu")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cpu-offload-gb: 4\nno-cpu-offload: true\n",
+        "gpu_offload:\n  enabled: true\n  cpu_memory_size: 0\n",
+        "offload-layers: '*.mlp'\ncpu-offload-gb: 0\n",
+        "offload-layers: '*.mlp'\ncpu-offload: false\n",
+    ],
+)
+def test_a_file_that_contradicts_itself_is_wrong_whatever_goes_before_it(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    message = failure(tmp_path, text, *words)
+    assert "asks for an offload, which" in message and message.count("c.yaml, line ") == 2
+    assert "forbids. Leave one of them out." in message
 
 
 def test_the_command_line_wins_over_a_file_that_forbids_or_asks(tmp_path: Path) -> None:
@@ -264,14 +282,27 @@ def test_a_field_of_a_json_option_twice(tmp_path: Path) -> None:
         ("scheduler:\n\tmax_num_seqs: 3\n", "line 2: a tab; YAML is indented with spaces"),
         ("scheduler:\n  max_num_seqs: 3\n max_num_batched_tokens: 4\n", "line 3: "),
         ("port: 1\n---\nport: 2\n", "line 2: "),
-        ("~: 3\n", "line 1: ~ is no name"),
-        ("[a]: 3\n", "line 1: a list or a mapping is no name"),
-        ("scheduler: {1: 3}\n", "line 1: 1 is no name"),
+        ("max-num-seqs:\t3\n", "line 1: a tab before a value; write a space there"),
+        ("~: 3\n", "line 1: the name of an option belongs before the colon, not ~"),
+        (": 3\n", "line 1: the name of an option belongs before the colon, not nothing"),
+        ("[a]: 3\n", "the name of an option belongs before the colon, not a list or a mapping"),
+        ("scheduler: {1: 3}\n", "line 1: the name of an option belongs before the colon, not 1"),
+        # Numbers that Python will not turn into text, or read.
+        (f"port: {'9' * 10_000}\n", "line 1: port: a number of more than 4300 digits"),
+        (f"port: [{'9' * 10_000}]\n", "line 1: port: a number of more than 4300 digits"),
+        (f"port: 0x{'f' * 10_000}\n", "line 1: port"),
+        (f"max-num-seqs: 0x{'f' * 10_000}\n", "not a number of thousands of digits (it is too l"),
+        (f"max-num-seqs: x{'f' * 10_000}\n", "not 'xffff"),
         ("scheduler: &a {max_num_seqs: 3}\n", "line 1: &a: anchors and aliases"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, text: str, part: str) -> None:
     assert part in failure(tmp_path, text)
+
+
+def test_an_empty_name_of_a_file() -> None:
+    with pytest.raises(OptionError, match=r"^--config is empty\. Give a YAML file"):
+        resolve_command(["m", "--config", ""], {})
 
 
 def test_the_reason_why_weights_stay_quantised(tmp_path: Path) -> None:

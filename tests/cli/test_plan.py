@@ -19,10 +19,12 @@ from ambidex.cli.plan_svg import ACCOUNT_COLOURS, SHARE_COLOURS, draw
 from ambidex.cli.plan_text import ACCOUNT_NAMES, SHARE_NAMES, describe, refused, to_json
 from ambidex.config import EngineConfig, ModelConfig, OffloadConfig, SchedulerConfig
 from ambidex.memory import planner
+from ambidex.memory.hardware_table import CPUS, GPUS, find_gpu, find_host
 from ambidex.memory.ledger import ACCOUNTS, format_bytes, format_seconds
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape
 from ambidex.memory.planner import Plan, PlanRefused, Prediction, Proposal
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
+from ambidex.memory.public_shapes import PUBLIC_SHAPES
 from ambidex.memory.rates import LinkRate
 from ambidex.memory.weight_places import WeightKind
 
@@ -409,6 +411,10 @@ def test_without_names_it_is_this_machine(
     words = ("plan", "smollm2-135m", "--ram", "8", "--json")
     assert json.loads(call_command(*words).out)["hardware"]["host"]["memory_bytes"] == 8 << 30
     assert measured == ["auto"]
+    assert call_command(*words, "--measure").code == 0
+    assert measured == ["auto", "auto"]
+    done = call_command("plan", "smollm2-135m", "--gpu", "A10", "--measure")
+    assert done.code == 2 and "--gpu A10 names another" in done.err
 
 
 def test_a_cpu_of_the_table_is_a_machine_without_an_accelerator(call_command: Command) -> None:
@@ -425,6 +431,99 @@ def test_weights_that_are_quantised_already_stay_so_beside_a_gpu(call_command: C
     assert low["weight_bytes"] < plain["weight_bytes"] / 3
     wide = json.loads(call_command(*words, "--dtype", "float32").out)["model"]
     assert wide["weight_bytes"] > 1.9 * plain["weight_bytes"]
+
+
+def test_the_help_names_what_is_built_in(call_command: Command) -> None:
+    text = call_command("plan", "--help").out
+    for name in (*PUBLIC_SHAPES, *(row.name.replace(" ", "-") for row in (*GPUS, *CPUS))):
+        assert re.search(rf"[ \n]{re.escape(name)}[,\n]", text), name
+    for row in GPUS:
+        assert find_gpu(row.name.replace(" ", "-")).processor.name == row.name
+    for cpu in CPUS:
+        assert find_host(cpu.name.replace(" ", "-")).name == cpu.name
+    missing = call_command("plan", "nosuch", "--gpu", "A10")
+    assert missing.code == 1 and "`ambidex plan --help` lists them." in missing.err
+
+
+def test_layers_of_two_kinds_have_blocks_of_their_own(call_command: Command) -> None:
+    text = call_command("plan", "gemma-3-27b", "--gpu", "A10").out
+    assert re.search(
+        r"KV cache: [\d,]+ blocks of 16 tokens for 52 layers with a window of 1,024 tokens and "
+        r"[\d,]+ blocks of 16 tokens for 10 layers; requests of up to",
+        text,
+    )
+    assert "capacity of A10: 0.92 of its 22.35 GiB (--gpu-memory-utilization)\n" in text
+    less = call_command("plan", SMALL, "--gpu", "A10", "--gpu-memory-limit", "8GiB").out
+    assert "capacity of A10: less than its 22.35 GiB (--gpu-memory-limit)\n" in less
+    all_of_it = call_command("plan", SMALL, "--gpu", "A10", "--gpu-memory-utilization", "1").out
+    assert "capacity of" not in all_of_it
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--ram", "-5"), "--ram must be at least 1 (GiB), not -5."),
+        (("--RAM", "5"), "Unknown option --RAM. The nearest option is --ram."),
+        (("--zzzzzzzzz", "5"), "Unknown option --zzzzzzzzz. See `ambidex plan --help` for what"),
+    ],
+)
+def test_what_was_given_is_what_is_named(
+    call_command: Command, words: tuple[str, ...], text: str
+) -> None:
+    done = call_command("plan", SMALL, "--gpu", "A10", *words)
+    assert done.code == 2 and text in done.err
+
+
+def test_a_few_parameters_are_counted(tmp_path: Path, call_command: Command) -> None:
+    values = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert "llama, 4,656 parameters," in call_command("plan", str(path), "--gpu", "A10").out
+    for value, kind in ((None, "null"), ([], "a list"), (1, "a number"), (True, "true or false")):
+        path.write_text(json.dumps(value))
+        done = call_command("plan", str(path), "--gpu", "A10")
+        assert done.code == 1 and f"config.json holds {kind}, not an object." in done.err
+
+
+def test_the_smallest_machine_without_a_size_of_the_kv_cache(call_command: Command) -> None:
+    words = ("plan", "llama-3-8b", "--cpu", "epyc-9354")
+    done = call_command(*words, "--ram", "3GB", "--kv-cache-memory-bytes", "100GB")
+    found = re.search(r"--ram (\d+)GiB without --kv-cache-memory-bytes, with (--[^;.]+)", done.err)
+    assert done.code == 1 and found is not None, done.err
+    assert call_command(*words, "--ram", found[1], *found[2].split()).code == 0
+
+
+def test_a_gpu_without_bfloat16_holds_float16(call_command: Command) -> None:
+    found = json.loads(call_command("plan", SMALL, "--gpu", "T4", "--json").out)
+    assert found["model"]["description"] == "float16 (auto)"
+
+
+def test_threads_do_not_change_a_cpu_of_the_table(call_command: Command) -> None:
+    words = ("plan", SMALL, "--cpu", "epyc-9354")
+    done = call_command(*words, "--cpu-threads", "4")
+    assert done.out == call_command(*words).out
+    assert "--cpu-threads 4: no effect here: EPYC 9354 is planned with all its cores" in done.err
+    assert "--cpu-threads" not in call_command(*words, "--cpu-threads", "32").err
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpu-memory-utilization 0", "--gpu-memory-limit 0", "--num-gpu-blocks 0"]
+)
+def test_an_accelerator_with_nothing_to_work_with(call_command: Command, words: str) -> None:
+    done = call_command("plan", SMALL, "--gpu", "A10", *words.split())
+    assert done.code == 2
+    assert done.err == (
+        f"ambidex: error: {words} leaves --gpu A10 nothing to work with. Give more than 0, or "
+        "leave it out.\n"
+    )
 
 
 def test_what_does_not_fit_names_what_does(call_command: Command) -> None:
@@ -466,13 +565,46 @@ def test_an_accelerator_may_be_what_is_too_small(call_command: Command) -> None:
     assert call_command("plan", "qwen2.5-7b", "--gpu", gpu, "-q", "int4").code == 0
 
 
+def _config(tmp_path: Path, **fields: Any) -> str:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    counts = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    others = {"vocab_size": 512, "max_position_embeddings": 512, "num_experts_per_tok": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | counts | others | fields))
+    return str(path)
+
+
+@pytest.mark.parametrize("kinds", [[], ["full_attention"] * 3])
+def test_kinds_of_too_few_layers_are_refused(
+    call_command: Command, tmp_path: Path, kinds: list[str]
+) -> None:
+    path = _config(tmp_path, model_type="gemma3_text", head_dim=16, layer_types=kinds)
+    done = call_command("plan", path, "--gpu", "A10")
+    assert done.code == 1 and done.err.startswith(f"ambidex: error: {path}"), done.err
+    assert f"'layer_types' names {len(kinds)} layers, and 'num_hidden_layers' is 4" in done.err
+
+
+def test_no_experts_are_a_plain_mlp(call_command: Command, tmp_path: Path) -> None:
+    path = _config(tmp_path, model_type="qwen3_moe", head_dim=16, num_experts=0)
+    done = call_command("plan", path, "--gpu", "A10", "--json")
+    assert done.code == 0, done.err
+    model = json.loads(done.out)["model"]
+    assert model["num_active_parameters"] == model["num_parameters"] < 300_000
+
+
+def test_a_context_that_is_too_long_has_one_limit(call_command: Command, tmp_path: Path) -> None:
+    path = _config(tmp_path, model_type="llama", max_position_embeddings=10**12)
+    done = call_command("plan", path, "--gpu", "A10")
+    assert done.code == 1 and done.err.count("at most 2147483647") == 1, done.err
+
+
 def test_a_plan_loads_nothing_heavy() -> None:
     """What keeps ``ambidex plan`` under a second."""
     code = """
 import sys
 from ambidex.cli import main
 assert main(["plan", "--help"]) == 0
-late = {"ambidex.memory.planner", "ambidex.memory.hardware_table", "ambidex.weights.shape"}
+late = {"ambidex.memory.planner", "ambidex.weights.shape"}
 assert not late & set(sys.modules)
 assert main(["plan", "qwen2-7b", "--gpu", "A10", "--svg", "/dev/null"]) == 0
 heavy = {"torch", "numpy", "rich", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub",

@@ -16,11 +16,12 @@ from ambidex.device import profile_cache
 from ambidex.device.profile_cache import known_machine, this_machine
 from ambidex.engine.foretold import JUDGED_STEPS
 from ambidex.engine.summary import describe
-from ambidex.errors import OutOfMemory
+from ambidex.errors import InvalidModelError, ModelNotFoundError, OutOfMemory
 from ambidex.memory.operations import StepLoad
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.options import resolve_keywords
 from ambidex.runner.foretelling import host_profile
+from ambidex.runner.loader import load_lane
 
 SLOW = HardwareProfile(
     "slow",
@@ -97,6 +98,23 @@ def test_a_server_measures_once_and_starts_without_a_measurement(
     monkeypatch.setattr(profile_cache, "_measure", measure)
     assert host_profile(config) == host_profile(config) == known_machine(config, cache) == SLOW
     assert len(measured) == 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_no_model_fails_before_anything_is_measured(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    def measure(*_: object) -> HardwareProfile:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(profile_cache, "_measure", measure)
+    if broken:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/config.json").write_text("null")
+    config = replace(config_of(tmp_path / "model"), warm_up_fully=True)
+    with pytest.raises((ModelNotFoundError, InvalidModelError)):
+        load_lane(config)
+    assert not list(cache.glob("machine-*"))
 
 
 def test_beside_an_accelerator_the_plan_foretells(tiny_model: Callable[..., Path]) -> None:

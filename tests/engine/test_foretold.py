@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ambidex.engine.foretold import JUDGED_STEPS, Foretelling, StepSpeed
-from ambidex.engine.strain import Strain, likely_cause, read_strain
 from ambidex.memory.operations import StepLoad
+from ambidex.memory.strain import Strain, likely_cause, read_strain
 from ambidex.runner.decision import Decision, ScheduledRequest
 
 QUIET = Strain(at_s=0, busy_s=0, own_s=0, stolen_s=0, throttled_s=0, major_faults=0)

@@ -89,6 +89,7 @@ def test_a_share_of_the_peak_is_reached() -> None:
     assert 25e9 < found.link.bytes_per_s < 26e9
     # No tensor core of a T4 multiplies bf16.
     assert find_gpu("T4").processor.product("bfloat16").flops(1) == 8.1e12 * REACHED_ARITHMETIC
+    assert find_gpu("T4").half == "float16" and find_gpu("L4").half == "bfloat16"
     # Four channels of DDR4-2133; twelve cores of two 256-bit multiply-adds a cycle.
     host = find_host("e5-2678v3")
     assert host.bytes_per_s == pytest.approx(4 * 2133e6 * 8 * REACHED_MEMORY)
@@ -179,6 +180,10 @@ def test_numbers_of_a_host() -> None:
         ("memory=24GB,bandwidth=1TB/s,flops=0", "'flops' must be more than 0"),
         ("memory=24GB,bandwidth=1TB/s,flops=1T,pcie=4x3", "'4x3' is no value of 'pcie'"),
         ("memory=24GB,bandwidth=1TB/s,flops=nan", "'nan' is no value of 'flops'"),
+        ("bandwidth=936,flops=71T,memory=24GB", "lacks a unit: write bandwidth=936GB/s, or what"),
+        ("bandwidth=1TB/s,flops=71,memory=24GB", "lacks a unit: write flops=71TFLOP/s"),
+        ("bandwidth=1TB/s,flops=71T,memory=24", "lacks a unit: write memory=24GB"),
+        ("memory=24GB,bandwidth=1TB/s,flops=1T,link=4GB/s,pcie=4x16", "'link' and 'pcie' both"),
         ("memory=1e400,bandwidth=1TB/s,flops=1T", "memory"),
     ],
 )

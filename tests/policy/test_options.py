@@ -582,7 +582,7 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ("port: 'x\n", "line 2: "),
         ("- port\n", "it holds a list"),
         ("port\n", "it holds a single value"),
-        ("1: 2\n", "line 1: 1 is no name"),
+        ("1: 2\n", "line 1: the name of an option belongs before the colon, not 1"),
         ("config: x\n", "config belongs on the command line"),
         ("--port: 1\n", "unknown option '--port'"),
         ("tensor-parallel-size: 8\n", "line 1: tensor-parallel-size 8 cannot be used"),

@@ -187,7 +187,7 @@ def test_auto_says_what_it_expects() -> None:
     assert result.notes[1].startswith(
         "The CPU multiplies with some rows of what is on the host, and others are streamed: the "
         "CPU reads 20.0 GB/s there, and the link carries 4.0 GB/s. A token of 1 request, of 16, "
-        "and 2048 tokens of a prompt are expected to take "
+        "and 2,048 tokens of a prompt are expected to take "
     )
     # The other modes beside it, each with three times.
     assert re.findall(r"in mode (\w+) [\d.]+ m?s, [\d.]+ m?s and [\d.]+ m?s", result.notes[1]) == [
@@ -327,8 +327,7 @@ def test_more_than_there_is() -> None:
     result = plan(modules, total(modules) - 1, cpu_offload_bytes=1 << 40, profile=FAST_HOST)
     assert result.host_bytes == 152 * MIB and result.device_bytes == 4096
     assert (
-        "asks for 1024.00 GiB; all that may leave the accelerator are 152.00"
-        in (result.warnings[0])
+        "asks for 1.00 TiB; all that may leave the accelerator are 152.00" in (result.warnings[0])
     )
     assert "100% of the weights" in result.warnings[1]
 
@@ -495,8 +494,8 @@ def test_forbidden_and_needed() -> None:
     message = refusal(modules, total(modules) - 20 * MIB, cpu_offload_bytes=0, profile=FAST_HOST)
     assert message == (
         "The weights take 152.00 MiB, the accelerator has 132.00 MiB for them, and "
-        "--cpu-offload-gb 0 forbids keeping any on the host. Leave it out, or give "
-        "--cpu-offload-size 24MiB."
+        "--no-cpu-offload (or --cpu-offload-gb 0) forbids keeping any on the host. Leave it out, "
+        "or give --cpu-offload-size 24MiB instead."
     )
     message = refusal(modules, total(modules) - 20 * MIB, 20 * MIB, cpu_offload_bytes=0)
     assert "24.00 MiB would have to go there, where 20.00 MiB are free. Free memory" in message

@@ -26,7 +26,7 @@ from ambidex.memory.hardware_table import table_profile
 from ambidex.memory.judge import Judge, Mix
 from ambidex.memory.ledger import ACCOUNTS
 from ambidex.memory.model_shape import ModelShape
-from ambidex.memory.placement import PlacementPlan, plan_placement
+from ambidex.memory.placement import FORBIDS, PlacementPlan, plan_placement
 from ambidex.memory.planner import Plan, PlanRefused, make_plan, prompt_steps
 from ambidex.memory.profile import HardwareProfile, ProductRate
 from ambidex.memory.rates import LinkRate
@@ -376,7 +376,7 @@ def options(flags: str, base: EngineConfig) -> EngineConfig:
 
     def value(name: str) -> str | None:
         match = re.search(rf"--{name} (\S+)", flags)
-        return None if match is None or flags.startswith("leave out") else match[1]
+        return None if match is None or "leave out" in flags else match[1]
 
     model, cache, limits, offload = base.model, base.cache, base.scheduler, base.offload
     if kind := value("quantization"):
@@ -391,8 +391,10 @@ def options(flags: str, base: EngineConfig) -> EngineConfig:
         limits = dataclasses.replace(limits, max_num_batched_tokens=int(tokens))
     if mode := value("offload-mode"):
         offload = dataclasses.replace(offload, mode=mode)
-    if flags.startswith("leave out"):
+    if "leave out" in flags and "offload" in flags:
         offload = OffloadConfig()
+    if flags.startswith(("leave out --kv-cache", "leave out --num-gpu")):
+        cache = dataclasses.replace(cache, kv_cache_bytes=None, num_blocks=None)
     return dataclasses.replace(base, model=model, cache=cache, scheduler=limits, offload=offload)
 
 
@@ -417,6 +419,21 @@ REFUSED: dict[str, tuple[ModelShape, HardwareProfile, EngineConfig]] = {
         seven_b(),
         table_profile("A10", "epyc 7543", 64 << 30),
         config(length=32768, cache=CacheConfig(kv_cache_bytes=1 << 30)),
+    ),
+    "a KV cache that holds nothing": (
+        seven_b(),
+        table_profile("A10", "epyc 7543", 64 << 30),
+        config(cache=CacheConfig(kv_cache_bytes=1000)),
+    ),
+    "a KV cache beyond the memory": (
+        seven_b(),
+        table_profile("A10", "epyc 7543", 64 << 30),
+        config(cache=CacheConfig(kv_cache_bytes=100 << 30)),
+    ),
+    "blocks beyond the memory, and no offload": (
+        CASES[QWEN].shape,
+        table_profile("rtx 4090", "12700k", 96 << 30),
+        config(cache=CacheConfig(num_blocks=10**6), offload=OffloadConfig(cpu_offload_bytes=0)),
     ),
     "streaming that leaves no room": (
         CASES[QWEN].shape,
@@ -448,8 +465,21 @@ def test_an_offload_is_proposed_before_fewer_bits() -> None:
     shape, profile, base = REFUSED["offload forbidden"]
     with pytest.raises(PlanRefused) as caught:
         make_plan(shape, profile, base)
-    assert caught.value.proposals[0].flags == "leave out --cpu-offload-gb"
-    assert "--cpu-offload-gb 0 forbids" in str(caught.value)
+    assert caught.value.proposals[0].flags == f"leave out {FORBIDS}"
+    assert f"{FORBIDS} forbids" in str(caught.value)
+
+
+def test_a_size_of_the_kv_cache_is_not_held_on_to() -> None:
+    for name in ("a KV cache that holds nothing", "a KV cache beyond the memory"):
+        shape, profile, base = REFUSED[name]
+        with pytest.raises(PlanRefused) as caught:
+            make_plan(shape, profile, base)
+        assert "leave out --kv-cache-memory-bytes" in [p.flags for p in caught.value.proposals]
+        # Beside weights that need fewer bits too.
+        with pytest.raises(PlanRefused) as caught:
+            make_plan(shape, table_profile(None, "5800x", 8 << 30), base)
+        flags = [p.flags for p in caught.value.proposals]
+        assert any("leave out --kv-cache-memory-bytes, --quantization" in f for f in flags), flags
 
 
 def test_a_shorter_context_is_proposed_with_its_length() -> None:

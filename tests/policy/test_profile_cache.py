@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +16,12 @@ from typing import Any
 import pytest
 
 from ambidex.config import DeviceConfig, EngineConfig, ModelConfig
-from ambidex.device.profile_cache import cpu_name, memory_bytes, this_machine
+from ambidex.device import profile_cache
+from ambidex.device.profile_cache import cpu_name, memory_bytes, this_machine, with_strain
 from ambidex.kernels.cpu.topology import ThreadPlan
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
+from ambidex.memory.strain import Strain
 
 CONFIG = EngineConfig(ModelConfig("any"), cpu_threads=1)
 RATE = ProductRate(((1, 1e9), (8, 2e9)), 3e9, math.inf)
@@ -60,7 +65,7 @@ def make_root(folder: Path, *, cpu: str = "Some CPU", kilobytes: int = 1000) -> 
 
 
 def the_file(folder: Path) -> Path:
-    (path,) = folder.glob("*")
+    (path,) = folder.glob("*.json")
     return path
 
 
@@ -212,6 +217,77 @@ def test_writers_do_not_meet(tmp_path: Path) -> None:
         assert all(found == PROFILE for found in pool.map(one, range(32)))
     # Nothing temporary is left behind.
     json.loads(the_file(tmp_path).read_text())
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_it_is_measured_anew_where_that_is_asked_for(tmp_path: Path) -> None:
+    probe = Probe()
+    this_machine(CONFIG, tmp_path, probe)
+    this_machine(CONFIG, tmp_path, probe, anew=True)
+    assert len(probe.calls) == 2
+    this_machine(CONFIG, tmp_path, probe)
+    assert len(probe.calls) == 2
+
+
+def test_one_measures_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+    calls = []
+
+    def slow(*_: object) -> HardwareProfile:
+        calls.append(1)
+        begun.set()
+        assert go.wait(30)
+        return PROFILE
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(this_machine, CONFIG, tmp_path, slow)
+        assert begun.wait(30)
+        second = pool.submit(this_machine, CONFIG, tmp_path, slow)
+        threading.Event().wait(0.3)  # The other is at the lock, or it would have measured.
+        go.set()
+        assert first.result() == second.result() == PROFILE
+    assert len(calls) == 1
+
+
+def test_a_lock_that_is_never_released_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(profile_cache, "LOCK_WAIT_S", 0.0)
+    probe = Probe()
+    this_machine(CONFIG, tmp_path, probe)
+    with open(the_file(tmp_path).with_suffix(".lock"), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert this_machine(CONFIG, tmp_path, probe, anew=True) == PROFILE
+    assert len(probe.calls) == 2
+    assert "waiting for another process" in caplog.text and "measuring without" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])
+@pytest.mark.parametrize("suffix", [".json", ".lock"])
+def test_what_is_no_regular_file_does_not_block(tmp_path: Path, kind: str, suffix: str) -> None:
+    probe = Probe()
+    this_machine(CONFIG, tmp_path, probe)
+    path = the_file(tmp_path).with_suffix(suffix)
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    assert this_machine(CONFIG, tmp_path, probe, anew=suffix == ".lock") == PROFILE
+    assert len(probe.calls) == 2
+
+
+def test_a_measurement_beside_other_programs_says_so() -> None:
+    before = Strain(10.0, 100.0, 50.0, 0.0, 0.0, 0)
+    quiet = Strain(14.0, 104.0, 54.0, 0.0, 0.0, 0)
+    assert with_strain(PROFILE, before, quiet) == PROFILE
+    busy = with_strain(PROFILE, before, replace(quiet, busy_s=105.6))
+    assert busy.sources == ("x, while other programs used 0.4 CPUs: --measure measures again",)
+    # Too short to be told from what the system's counters are rounded to.
+    assert with_strain(PROFILE, before, replace(before, at_s=10.01, busy_s=100.01)) == PROFILE
 
 
 def test_a_machine_that_says_nothing_still_has_a_name(tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def test_sized_from_what_is_there() -> None:
     small = size(LLAMA, available=8 * GIB, length=131072)
     large = size(LLAMA, available=256 * GIB, length=131072)
     assert num_bytes((LLAMA,), small) <= 4 * GIB
-    assert small.max_model_len < 131072 and "instead of 131072" in small.note
-    assert str(small.max_model_len) in small.note
+    assert small.max_model_len < 131072 and "instead of 131,072" in small.note
+    assert f"{small.max_model_len:,}" in small.note
     # Plenty: the model's whole context, for more than one request, with no flag.
     assert large.max_model_len == 131072 and large.note == ""
     assert large.num_blocks[0] * 16 > 4 * 131072
@@ -314,7 +314,7 @@ def assert_suggestions_work(
     for number in re.findall(r"Lower it to (\d+), which fits", text):
         shorter = {**machine, "length": int(number)}
         assert size(*groups, **shorter).max_model_len == int(number) >= machine["block_size"]
-    for number in re.findall(r"Or give --kv-cache-memory-bytes (\d+)", text):
+    for number in re.findall(r"[Gg]ive --kv-cache-memory-bytes (\d+)", text):
         # Where not even a block fitted, a length that was asked for is the next thing to lower.
         is_next = "one block" in text
         larger = {**machine, "kv_cache_bytes": int(number), "num_blocks": None}

@@ -41,6 +41,7 @@ from ambidex.memory.public_shapes import PUBLIC_SHAPES, find_public_shape
 from ambidex.memory.weight_places import ModuleSize
 from ambidex.runner import loader
 from ambidex.runner.placing import _kind, _num_rows
+from ambidex.weights import config_check
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.headers import LazyArray
 from ambidex.weights.shape import checkpoint_shape, model_shape
@@ -509,6 +510,48 @@ def test_a_config_that_contradicts_itself(
     repaired = {name: LLAMA.get(name) for name in change}
     if "quantization_config" not in change:
         assert shape_of(path, hf_overrides=repaired).weights
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rope_scaling": {"rope_type": "ntk-x"}}, r"type 'ntk-x' is not supported.*longrope"),
+        ({"rope_scaling": {"type": "linear"}}, r"type 'linear' lacks the field 'factor'"),
+        ({"rope_scaling": {"type": "dynamic"}}, r"type 'dynamic' lacks the field 'factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, r"lacks the field 'low_freq_factor'"),
+        ({"rope_scaling": LONG | {"long_factor": [2.0] * 7}}, r"long_factor has 7 .* asks for 8"),
+        ({"rope_scaling": LONG | {"short_factor": None}}, r"lacks the field 'short_factor'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, r"lacks the field 'long_factor'"),
+        ({"hidden_act": "mish"}, r"'mish' \(hidden_act\) is not supported.*gelu_pytorch_tanh"),
+        ({"model_type": "gemma3_text", "hidden_activation": "mish"}, r"\(hidden_activation\)"),
+        ({"model_type": "opt", "ffn_dim": 64, "activation_function": "mish"}, r"'mish'"),
+        ({"head_dim": 15}, r"a head has 15 values.*even number"),
+        ({"partial_rotary_factor": 0.2}, r"of which 3 are to be rotated"),
+    ],
+)
+def test_what_the_layers_would_refuse_is_not_planned(
+    tmp_path: Path, change: Mapping[str, Any], match: str
+) -> None:
+    path = write(tmp_path, LLAMA | change)
+    with pytest.raises((InvalidModelError, UnsupportedModelError), match=match) as raised:
+        shape_of(path)
+    assert str(path) in str(raised.value)
+
+
+def test_every_rotation_and_activation_of_the_layers_can_be_planned(tmp_path: Path) -> None:
+    from ambidex.kernels import reference
+    from ambidex.layers import rope
+
+    assert tuple(sorted(reference.ACTIVATIONS)) == config_check.ACTIVATIONS
+    assert set(rope._SCALINGS) == set(config_check.ROPE_KINDS)
+    for kind, needed in config_check.ROPE_KINDS.items():
+        table = {name: [1.5] * 8 if name in LONG else 2.0 for name in needed}
+        table |= {"rope_type": kind, "factor": 2.0}
+        path = write(tmp_path, LLAMA | {"rope_scaling": table})
+        assert shape_of(path).weights
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def resolve_command(
     extra: Sequence[Option] = (),
 ) -> Resolved:
     """``options.resolve``, with the file that ``--config`` names."""
-    path = config_path(argv, extra=extra)
+    path = config_path(argv, command=command, extra=extra)
     file = None if path is None else load_config(path)
     return resolve(argv, env, file, command=command, extra=extra)
 
@@ -37,6 +37,8 @@ def load_config(name: str) -> FileOptions:
 
     Raises :class:`OptionError` that names the file and, where there is one, the line.
     """
+    if not name.strip():
+        raise OptionError("--config is empty. Give a YAML file of options, or leave it out.")
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -138,7 +140,10 @@ def _parse(text: str, name: str) -> tuple[FileItem, ...]:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode) or not str(key.tag).endswith((":str", ":merge")):
                 word = key.value if isinstance(key, ScalarNode) else "a list or a mapping"
-                raise OptionError(f"{name}, line {line}: {word or 'nothing'} is no name.")
+                raise OptionError(
+                    f"{name}, line {line}: the name of an option belongs before the colon, not "
+                    f"{word or 'nothing'}."
+                )
             is_mapping = isinstance(value, MappingNode)
             if is_mapping and key.value.replace("-", "_") in SECTIONS:
                 yield FileItem(key.value, {}, line, tuple(items(value)))
@@ -148,6 +153,11 @@ def _parse(text: str, name: str) -> tuple[FileItem, ...]:
                     found = yaml.constructor.construct_object(value, deep=True)
                 except ConstructorError as error:
                     raise OptionError(f"{where}: {error.problem}. Put text in quotes.") from None
+                except ValueError as error:
+                    problem = str(error)
+                    if "digits" in problem:
+                        problem = "a number of more than 4300 digits is too large for any option"
+                    raise OptionError(f"{where}: {problem}. Put text in quotes.") from None
                 found = _plain(found, where)
                 yield FileItem(key.value, found, line, () if is_mapping else None)
 
@@ -171,7 +181,10 @@ def _parse(text: str, name: str) -> tuple[FileItem, ...]:
         line = mark.line + 1 if mark else 1
         problem = error.problem or error.context or "it is no YAML"
         if "'\\t'" in problem:
-            problem = "a tab; YAML is indented with spaces"
+            before = text.split("\n")[line - 1].partition("\t")[0]
+            problem = "a tab before a value; write a space there"
+            if not before.strip():
+                problem = "a tab; YAML is indented with spaces"
         raise OptionError(f"{name}, line {line}: {problem}.") from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise OptionError(f"--config: {name} is no YAML: {str(error).splitlines()[0]}.") from None

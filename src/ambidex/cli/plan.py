@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from ambidex.cli.common import print_help, resolve, say, wants
 from ambidex.errors import OptionError
 from ambidex.options import WORKS, Option
+from ambidex.options_accelerator import check_room
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
@@ -32,6 +34,8 @@ OPTIONS = (
            help="memory of the host: 64GB, or a number of GiB"),
     Option("--this-machine", WORKS, "flag", dest="plan.this_machine", default=False,
            no_form=False, help="the machine that this runs on, as without --gpu and --cpu"),
+    Option("--measure", WORKS, "flag", dest="plan.measure", default=False, no_form=False,
+           help="measure this machine anew: for a change, or other programs at the last time"),
     Option("--prompt-len", WORKS, "count", dest="plan.prompt_len", default=512, low=1,
            unit="tokens", help="tokens of the prompt whose times are predicted"),
     Option("--output-len", WORKS, "count", dest="plan.output_len", default=128, low=1,
@@ -46,6 +50,7 @@ OPTIONS = (
 def main(argv: Sequence[str]) -> int:
     if wants(argv, "--help", "-h", "--help-all"):
         print_help("plan", "MODEL [--gpu NAME] [OPTIONS]", OPTIONS, argv)
+        print("\n".join(_built_in()))
         return 0
     resolved = resolve("plan", argv, OPTIONS)
     if resolved is None:
@@ -59,15 +64,17 @@ def main(argv: Sequence[str]) -> int:
         say(f"ambidex: {note}")
 
     from ambidex.cli.plan_text import describe, refused, refused_json, to_json
+    from ambidex.memory.hardware_table import find_gpu
     from ambidex.memory.planner import PlanRefused, make_plan
     from ambidex.weights.shape import model_shape
 
     values = resolved.values
     lengths = {name: values[f"plan.{name}"] for name in ("prompt_len", "output_len")}
 
+    # Half the bytes, as vLLM has it beside a GPU; lanes of this machine compute in float32.
+    auto_dtype = "float32" if values["plan.gpu"] is None else find_gpu(values["plan.gpu"]).half
+
     def reshape(other: EngineConfig) -> ModelShape:
-        # Half the bytes, as vLLM has it beside a GPU; lanes of this machine compute in float32.
-        auto_dtype = "float32" if values["plan.gpu"] is None else "bfloat16"
         return model_shape(config.model.model, other, auto_dtype)
 
     shape = reshape(config)
@@ -97,6 +104,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _built_in() -> Iterator[str]:
+    """The names that are built in, as lines of the help."""
+    from ambidex.memory.hardware_table import CPUS, GPUS
+    from ambidex.memory.public_shapes import PUBLIC_SHAPES
+
+    for title, names in (
+        ("Models that are built in, beside every config.json and GGUF file", PUBLIC_SHAPES),
+        ("Names for --gpu", [row.name.replace(" ", "-") for row in GPUS]),
+        ("Names for --cpu", [row.name.replace(" ", "-") for row in CPUS]),
+    ):
+        yield f"\n{title}:"
+        yield textwrap.fill(
+            ", ".join(names),
+            98,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+
+
 def _check(resolved: Resolved) -> None:
     """Raises :class:`OptionError` where two options describe two machines, or two outputs one
     stream."""
@@ -107,12 +134,19 @@ def _check(resolved: Resolved) -> None:
             f"--this-machine and --{named[0]} {values[f'plan.{named[0]}']} name two machines. "
             "Leave one of them out."
         )
+    if named and values["plan.measure"]:
+        raise OptionError(
+            f"--measure measures this machine, and --{named[0]} {values[f'plan.{named[0]}']} names "
+            "another. Leave one of them out."
+        )
     device = values["device"]
     if named and device != "auto" and resolved.sources["device"] == "command line":
         raise OptionError(
             f"--device {device} is a device of this machine, and --{named[0]} "
             f"{values[f'plan.{named[0]}']} names another machine. Leave one of them out."
         )
+    if values["plan.gpu"] is not None:
+        check_room(values, f"--gpu {values['plan.gpu']}")
     if values["plan.json"] and values["plan.svg"] == "-":
         raise OptionError(
             "--json and --svg - both write to standard output. Give --svg a file's name."
@@ -125,7 +159,16 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
     if gpu is not None or cpu is not None:
         from ambidex.memory.hardware_table import table_profile
 
-        return table_profile(gpu, cpu, ram)
+        found = table_profile(gpu, cpu, ram)
+        threads, cores = config.cpu_threads, found.host.num_threads
+        # The environment's is about this machine.
+        is_meant = resolved.sources["cpu_threads"].startswith(("command line", "file"))
+        if is_meant and threads != cores:
+            say(
+                f"ambidex: --cpu-threads {threads}: no effect here: {found.host.name} is planned "
+                "with all its cores. --cpu takes the numbers of another."
+            )
+        return found
     from ambidex import logs
     from ambidex.device.profile_cache import this_machine
     from ambidex.memory.host import host_capacity_bytes
@@ -133,7 +176,7 @@ def _profile(resolved: Resolved, config: EngineConfig) -> HardwareProfile:
 
     # It says so where it has to measure, which takes seconds.
     logs.configure(config.log.level, config.log.format)
-    profile = this_machine(config, cache_dir())
+    profile = this_machine(config, cache_dir(), anew=resolved.values["plan.measure"])
     # What the system and the container leave now, as the engine's ledger has it.
     size = host_capacity_bytes() if ram is None else ram
     return replace(profile, host=replace(profile.host, memory_bytes=size))

@@ -80,7 +80,10 @@ def _ways(
             continue
         flags, frugal, its_shape = tried[-1]
         frugal = replace(frugal, model=replace(frugal.model, max_model_len=length))
-        yield f"with {flags}", frugal, its_shape
+        words = f"with {flags}"
+        if flags.startswith("leave out "):
+            words = flags.replace("leave out", "without", 1).replace(", ", ", with ", 1)
+        yield words, frugal, its_shape
         return
 
 

@@ -10,7 +10,7 @@ from ambidex.memory.ledger import MemorySnapshot, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
-    from ambidex.memory.model_shape import ModelShape
+    from ambidex.memory.model_shape import KVShape, ModelShape
     from ambidex.memory.planner import Plan, PlanRefused, Prediction
     from ambidex.memory.profile import HardwareProfile, Processor
 
@@ -41,6 +41,7 @@ def describe(plan: Plan, config: EngineConfig) -> Iterator[str]:
     yield from _machine(plan.profile)
     yield ""
     yield from _table(_memory_rows(plan.memories))
+    yield from _capacity(plan, config)
     yield ""
     yield from _kv(plan, config)
     yield ""
@@ -119,11 +120,36 @@ def _memory_rows(memories: Sequence[MemorySnapshot]) -> list[tuple[str, ...]]:
 
 
 def _kv(plan: Plan, config: EngineConfig) -> Iterator[str]:
-    blocks = " + ".join(f"{number:,}" for number in plan.kv.num_blocks)
+    words = f"blocks of {config.cache.block_size} tokens"
+    counts = [f"{number:,} {words}" for number in plan.kv.num_blocks]
+    if len(counts) > 1:
+        # Layers that see all of a request and layers that see a window keep their own.
+        counts = [
+            f"{text} for {_layers(group)}"
+            for text, group in zip(counts, plan.shape.kv, strict=True)
+        ]
     yield (
-        f"KV cache: {blocks} blocks of {config.cache.block_size} tokens; requests of up to "
-        f"{plan.kv.max_model_len:,} tokens, {plan.max_concurrency:.2f} such at once"
+        f"KV cache: {' and '.join(counts)}; requests of up to {plan.kv.max_model_len:,} tokens, "
+        f"{plan.max_concurrency:,.2f} such at once"
     )
+
+
+def _layers(group: KVShape) -> str:
+    number = f"{group.num_layers} layer{'s' if group.num_layers > 1 else ''}"
+    return number if group.window is None else f"{number} with a window of {group.window:,} tokens"
+
+
+def _capacity(plan: Plan, config: EngineConfig) -> Iterator[str]:
+    """What of an accelerator's memory may be taken, where that is not all of it."""
+    if plan.profile.device is None:
+        return
+    of_all, memory = plan.profile.device.memory_bytes, plan.memories[-1]
+    if memory.capacity_bytes < of_all:
+        share, limit = config.device.gpu_memory_utilization, config.device.gpu_memory_limit_bytes
+        is_limit = limit is not None and memory.capacity_bytes == limit
+        what = f"{share:g} of its" if not is_limit else "less than its"
+        option = "--gpu-memory-limit" if is_limit else "--gpu-memory-utilization"
+        yield f"capacity of {memory.name}: {what} {format_bytes(of_all)} ({option})"
 
 
 def _placement(plan: Plan) -> Iterator[str]:
@@ -193,7 +219,9 @@ def rate(value: float) -> str:
 def _count(number: int) -> str:
     if number >= 10**9:
         return f"{number / 1e9:.1f} billion"
-    return f"{number / 1e6:.0f} million"
+    if number >= 10**6:
+        return f"{number / 1e6:.{0 if number >= 10**7 else 1}f} million"
+    return f"{number:,}"
 
 
 def _bandwidth(bytes_per_s: float) -> str:

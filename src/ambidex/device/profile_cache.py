@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
@@ -15,8 +16,10 @@ import math
 import os
 import platform
 import re
+import stat
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ from ambidex.kernels.cpu.library import load
 from ambidex.kernels.cpu.topology import ThreadPlan, plan_threads, read_topology
 from ambidex.memory.profile import WEIGHT_FORMS, HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
+from ambidex.memory.strain import Strain, other_cpus, read_strain
 
 if TYPE_CHECKING:
     from ambidex.config import EngineConfig
@@ -37,27 +41,57 @@ logger = logging.getLogger(__name__)
 #: Of what is measured, and of how it is written.
 FORMAT = 3
 
+#: A profile is far smaller; no more of a file is read.
+_MAX_BYTES = 1 << 20
+#: How long another process may measure before this one does too; it takes seconds.
+LOCK_WAIT_S = 60.0
+_LOCK_POLL_S = 0.1
+
 #: measure(config, threads, name, memory bytes) -> profile
 Measure = Callable[["EngineConfig", ThreadPlan, str, int], HardwareProfile]
 
 
 def this_machine(
-    config: EngineConfig, folder: Path, measure: Measure | None = None, root: Path = Path("/")
+    config: EngineConfig,
+    folder: Path,
+    measure: Measure | None = None,
+    root: Path = Path("/"),
+    *,
+    anew: bool = False,
 ) -> HardwareProfile:
     """The profile of the machine that this process runs on, with the threads and the device that
-    ``config`` asks for: from ``folder``, or measured, which takes seconds, imports PyTorch, and
-    writes it there. ``measure`` and ``root`` are for tests.
+    ``config`` asks for: from ``folder`` unless ``anew``, or measured, which takes seconds, imports
+    PyTorch, and writes it there. One process measures at a time. ``measure`` and ``root`` are for
+    tests.
 
     Raises OptionError for threads or a device that are not there.
     """
     plan, key, path = _where(config, folder, root)
-    found = _read(path, key)
+    found = None if anew else _read(path, key)
     if found is not None:
         return found
-    logger.info("measuring this machine once; the result is kept in %s", path)
-    profile = (measure or _measure)(config, plan, key["cpu"], key["memory_bytes"])
-    _write(path, key, profile)
+    with _lock(path.with_suffix(".lock")):
+        # Another process may have measured meanwhile.
+        found = None if anew else _read(path, key)
+        if found is not None:
+            return found
+        logger.info("measuring this machine once; the result is kept in %s", path)
+        before = read_strain(root)
+        profile = (measure or _measure)(config, plan, key["cpu"], key["memory_bytes"])
+        profile = with_strain(profile, before, read_strain(root))
+        _write(path, key, profile)
     return profile
+
+
+def with_strain(profile: HardwareProfile, before: Strain, after: Strain) -> HardwareProfile:
+    """``profile``, whose first source says so where other programs computed meanwhile."""
+    # The system counts in hundredths of a second.
+    others = other_cpus(before, after) if after.at_s - before.at_s >= 0.5 else 0.0
+    if not others:
+        return profile
+    first, *rest = profile.sources or ("measured here",)
+    first += f", while other programs used {others:.1f} CPUs: --measure measures again"
+    return dataclasses.replace(profile, sources=(first, *rest))
 
 
 def known_machine(
@@ -133,19 +167,60 @@ def _measure(config: EngineConfig, plan: ThreadPlan, name: str, num_bytes: int) 
 # ------------------------------------------------------------------------------------ the file
 
 
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; without it where there is no such file, or where it takes too
+    long: two that measure slow each other down, and do no harm else."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, handle)
+            _wait_for(handle)
+        except OSError as error:
+            logger.info("measuring without %s: %s", path, error)
+        yield
+
+
+def _wait_for(handle: int) -> None:
+    """Raises OSError where the lock cannot be had in time."""
+    end, is_told = time.monotonic() + LOCK_WAIT_S, False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not is_told:
+                logger.info("waiting for another process, which measures this machine")
+                is_told = True
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOCK_POLL_S)
+
+
 def _read(path: Path, key: Mapping[str, Any]) -> HardwareProfile | None:
     """None where there is no file, or one that is not right."""
-    text = read_text(path)
-    if text is None:
-        return None
     try:
-        values = json.loads(text)
+        values = json.loads(_regular_text(path))
         if values["key"] != json.loads(json.dumps(key)):
             raise ValueError("it is of another machine")
         return _profile(values["profile"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:
         logger.info("%s is measured again: %s", path, error)
         return None
+
+
+def _regular_text(path: Path) -> str:
+    """Raises OSError or ValueError."""
+    # Opening a FIFO that nobody writes to would block.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("it is no regular file")
+    with open(handle, encoding="utf-8") as file:
+        return file.read(_MAX_BYTES)
 
 
 def _write(path: Path, key: Mapping[str, Any], profile: HardwareProfile) -> None:

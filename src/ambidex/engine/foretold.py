@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ambidex.engine.strain import Strain, likely_cause, read_strain
 from ambidex.memory.operations import StepLoad
+from ambidex.memory.strain import Strain, likely_cause, read_strain
 from ambidex.runner.decision import Decision
 
 logger = logging.getLogger(__name__)

@@ -298,8 +298,9 @@ def qwen3_moe_experts(config: CheckpointConfig, layer: int) -> int:
     every = config.get("decoder_sparse_step", 1)
     if layer in config.get("mlp_only_layers", []) or (layer + 1) % every != 0:
         return 0
-    # transformers 5 writes the count under the second name.
-    return int(config.get("num_experts") or config.get("num_local_experts", 128))
+    # transformers 5 writes the count under the second name. No expert is a plain MLP too.
+    count = config.get("num_experts")
+    return int(config.get("num_local_experts", 128) if count is None else count)
 
 
 # --------------------------------------------------------------------------- families

@@ -288,6 +288,12 @@ class Gpu:
     lanes: int
     source: str
     is_server: bool = True
+    has_bf16: bool = True
+
+    @property
+    def half(self) -> str:
+        """The 16 bits that it multiplies."""
+        return "bfloat16" if self.has_bf16 else "float16"
 
 
 def find_gpu(text: str) -> Gpu:
@@ -306,7 +312,13 @@ def find_gpu(text: str) -> Gpu:
     )
     link = LinkRate(found.link_gb * 1e9 * REACHED_LINK, COPY_S)
     return Gpu(
-        processor, link, found.generation, found.lanes, found.source, is_server=found.is_server
+        processor,
+        link,
+        found.generation,
+        found.lanes,
+        found.source,
+        is_server=found.is_server,
+        has_bf16=found.has_bf16,
     )
 
 
@@ -337,6 +349,10 @@ def parse_gpu(text: str) -> Gpu:
     reached as they stand. ``link`` is what copies reach, ``pcie=4x16`` what a data sheet says.
     OptionError where a key is unknown or a number missing."""
     values = _parse("--gpu", text, _GPU_KEYS, ("memory", "bandwidth", "flops"), GPU_EXAMPLE)
+    if "link" in values and "pcie" in values:
+        raise OptionError(
+            f"--gpu {text}: 'link' and 'pcie' both say how fast the link is. Leave one of them out."
+        )
     is_reached = bool(values.get("reached", 0))
     of_memory, of_arithmetic = (1.0, 1.0) if is_reached else (REACHED_MEMORY, REACHED_ARITHMETIC)
     half = values["flops"]
@@ -549,6 +565,15 @@ _HOST_KEYS: dict[str, Callable[[str], float]] = {
 }
 
 
+#: Of what has one; a number without is far from what is meant.
+_UNITS = {
+    "memory": "GB",
+    "bandwidth": "GB/s",
+    "link": "GB/s",
+    **dict.fromkeys(("flops", "fp32", "int8"), "TFLOP/s"),
+}
+
+
 def _parse(
     option: str,
     text: str,
@@ -578,6 +603,11 @@ def _parse(
             ) from None
         if key != "reached" and not 0 < number < math.inf:
             raise OptionError(f"{option}: '{key}' must be more than 0, not '{value}'.")
+        if key in _UNITS and re.fullmatch(r"[0-9.]+", value):
+            raise OptionError(
+                f"{option}: '{key}={value}' lacks a unit: write {key}={value}{_UNITS[key]}, or "
+                f"what it is; for example {option} {example}."
+            )
         values[key] = number
     missing = [key for key in needed if key not in values]
     if missing:

@@ -197,7 +197,7 @@ class Ledger:
 
 def format_bytes(num_bytes: int) -> str:
     """A size for people: ``format_bytes(1610612736)`` is ``1.50 GiB``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} bytes"

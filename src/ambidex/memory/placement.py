@@ -43,6 +43,8 @@ __all__ = [
     "plan_placement",
 ]
 
+#: As users write that nothing may leave the accelerator.
+FORBIDS = "--no-cpu-offload (or --cpu-offload-gb 0)"
 #: Above this share of the weights on the host there is a warning.
 LARGE_HOST_SHARE = 0.6
 
@@ -206,7 +208,7 @@ class _Planner(Drafts):
         asked, patterns = self.offload.cpu_offload_bytes, self.offload.patterns
         if asked == 0 and patterns:
             raise OptionError(
-                "--offload-layers asks for what --cpu-offload-gb 0 forbids. Leave one of them out."
+                f"--offload-layers asks for what {FORBIDS} forbids. Leave one of them out."
             )
         if (asked or patterns) and not self.most:
             raise OptionError(
@@ -346,7 +348,7 @@ class _Planner(Drafts):
         mix = self.judge.mix
         text = (
             f"{_HOW[draft.mode]}: the CPU reads {host} there, and the link carries {link}. A token "
-            f"of 1 request, of {mix.num_seqs}, and {mix.chunk_tokens} tokens of a prompt are "
+            f"of 1 request, of {mix.num_seqs:,}, and {mix.chunk_tokens:,} tokens of a prompt are "
             f"expected to take {_times(self.judge.seconds(draft))}"
         )
         fitting = [other for other in others if other is not None and self._fits(other)]
@@ -379,13 +381,13 @@ class _Planner(Drafts):
     def _forbidden(self) -> str:
         text = (
             f"The weights take {format_bytes(self.total)}, the accelerator has "
-            f"{format_bytes(self.device_budget)} for them, and --cpu-offload-gb 0 forbids keeping "
+            f"{format_bytes(self.device_budget)} for them, and {FORBIDS} forbids keeping "
             "any on the host. "
         )
         free = self._with(cpu_offload_bytes=None)
         size = free._suggest_least()
         if size is not None:
-            return f"{text}Leave it out, or give {size}."
+            return f"{text}Leave it out, or give {size} instead."
         least = free._least_of_any()
         if least is None:
             return text + self._remedy()

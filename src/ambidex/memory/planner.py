@@ -296,8 +296,8 @@ def _plan(
     output = max(min(output_len, kv.max_model_len - prompt), 1)
     if (prompt, output) != (prompt_len, output_len):
         warnings.append(
-            f"A prompt of {prompt_len} and an answer of {output_len} tokens do not fit into the "
-            f"context of {kv.max_model_len}: speed is that of {prompt} and {output}."
+            f"A prompt of {prompt_len:,} and an answer of {output_len:,} tokens do not fit into "
+            f"the context of {kv.max_model_len:,}: speed is that of {prompt:,} and {output:,}."
         )
     full = max(min(limits.max_num_seqs, int(at_once(prompt + output))), 1)
     if placement is not None:
@@ -439,16 +439,16 @@ def _predict(
         return _sum(name, [model.step(load, table or SplitTable(((1, 0.0),))) for load in loads])
 
     def many(number: int) -> str:
-        return "1 request" if number == 1 else f"{number} requests"
+        return "1 request" if number == 1 else f"{number:,} requests"
 
     return {
         "ttft_1": predict(
-            f"first token of a prompt of {prompt} tokens, {many(1)}",
+            f"first token of a prompt of {prompt:,} tokens, {many(1)}",
             prompt_steps(prompt, _chunk(config), 1),
         ),
         "tpot_1": predict(f"a token, {many(1)}", [StepLoad(1, 1, context)]),
         "ttft_full": predict(
-            f"last first token of prompts of {prompt} tokens, {many(full)} at once",
+            f"last first token of prompts of {prompt:,} tokens, {many(full)} at once",
             prompt_steps(prompt, _chunk(config), full),
         ),
         "tpot_full": predict(f"a token of each, {many(full)}", [StepLoad(full, 1, context)]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, Protocol
 
 from ambidex.config import EngineConfig
 from ambidex.errors import OptionError, OutOfMemory
 from ambidex.memory.model_shape import ModelShape, WeightShape
+from ambidex.memory.placement import FORBIDS
 from ambidex.memory.sizing import KVSize
 from ambidex.memory.weight_places import WeightKind
 
@@ -55,37 +57,40 @@ def changes(
             tried.append(changed)
             yield flags, changed, of(changed)
 
-    smaller = _smaller_steps(config)
     kinds = [kind for kind in QUANTISED_BITS if _can_quantise(config, shape, kind)]
     if together:
-        for kind in kinds:
-            flags, least = smaller
+        for (cache_flags, base), kind in product((("", config), *_free_cache(config)), kinds):
+            flags, least = _smaller_steps(base)
             least = _with_cache(_quantised(least, kind), kv_cache_dtype="int8")
-            flags = f"--quantization {kind} --kv-cache-dtype int8 {flags}"
+            flags = f"{cache_flags}--quantization {kind} --kv-cache-dtype int8 {flags}"
             yield from change(flags, least)
             yield from _shorter(least, of(least), plan, change, before=f"{flags} ")
         return
     offload = config.offload
+    size = "--cpu-offload-gb" if offload.cpu_offload_bytes else FORBIDS
     names = [
         name
         for name, is_given in (
-            ("--cpu-offload-gb", offload.cpu_offload_bytes is not None),
+            (size, offload.cpu_offload_bytes is not None),
             ("--offload-layers", bool(offload.patterns)),
             ("--offload-mode", offload.mode != "auto"),
             ("--offload-prefetch-step", (offload.prefetch_step or 0) > 1),
         )
         if is_given
     ]
+    free = replace(offload, cpu_offload_bytes=None, patterns=(), mode="auto", prefetch_step=None)
     if names:
-        free = replace(
-            offload, cpu_offload_bytes=None, patterns=(), mode="auto", prefetch_step=None
-        )
         yield from change(f"leave out {' and '.join(names)}", replace(config, offload=free))
     if offload.mode in ("auto", "stream", "split"):
         computed = replace(offload, mode="compute")
         yield from change("--offload-mode compute", replace(config, offload=computed))
     yield from _shorter(config, shape, plan, change)
-    yield from change(*smaller)
+    for flags, freed in _free_cache(config):
+        yield from change(flags.rstrip(", "), freed)
+        if names:
+            freed = replace(freed, offload=free)
+            yield from change(f"{flags}leave out {' and '.join(names)}", freed)
+    yield from change(*_smaller_steps(config))
     if config.cache.kv_cache_dtype != "int8":
         yield from change("--kv-cache-dtype int8", _with_cache(config, kv_cache_dtype="int8"))
     for kind in kinds:
@@ -118,6 +123,19 @@ def _shorter(
             continue
         yield from change(f"{before}--max-model-len {length}", shorter)
         return
+
+
+def _free_cache(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Without the KV cache's size, where one was given; the flags end with a comma."""
+    cache = config.cache
+    given = (
+        ("--kv-cache-memory-bytes", cache.kv_cache_bytes),
+        ("--num-gpu-blocks-override", cache.num_blocks),
+    )
+    names = [name for name, size in given if size is not None]
+    if names:
+        freed = _with_cache(config, kv_cache_bytes=None, num_blocks=None)
+        yield f"leave out {' and '.join(names)}, ", freed
 
 
 def _smaller_steps(config: EngineConfig) -> tuple[str, EngineConfig]:

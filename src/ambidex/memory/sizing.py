@@ -171,17 +171,22 @@ def size_kv_cache(
     if longest == max_model_len:
         return KVSize(counts, longest)
 
-    def room_for(length: int) -> str:
-        """The flag that makes room for a context, if there is one that is certain to."""
+    def room_for(length: int, is_second: bool = False) -> str:
+        """The flag that makes room for a context, if there is one that is certain to;
+        ``is_second``: after another."""
         needed, certain = sizes.request_bytes(length), offered(length, SUGGESTED_KV_SHARE)
         if needed > certain:
+            remedy = "Free memory"
+            if cache.kv_cache_bytes is not None:
+                # Beside an accelerator weights make room for a cache of any other size.
+                remedy = "Leave --kv-cache-memory-bytes out, free memory"
             return (
                 f"{format_bytes(max(certain, 0))} of {memory} can be counted on beside the "
-                "weights. Free memory, or choose a smaller model."
+                f"weights. {remedy}, or choose a smaller model."
             )
         if cache.num_blocks is not None:
-            return "Or leave --num-gpu-blocks-override out."
-        return f"Or give --kv-cache-memory-bytes {needed}."
+            return f"{'Or leave' if is_second else 'Leave'} --num-gpu-blocks-override out."
+        return f"{'Or give' if is_second else 'Give'} --kv-cache-memory-bytes {needed}."
 
     if min(longest, fitting) < cache.block_size:
         raise OutOfMemory(
@@ -192,12 +197,12 @@ def size_kv_cache(
         raise OutOfMemory(
             f"--max-model-len {max_model_len} needs "
             f"{format_bytes(sizes.request_bytes(max_model_len))} of KV cache for one request; "
-            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len)}"
+            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len, True)}"
         )
     return KVSize(
         counts,
         longest,
-        f"The context is {longest} tokens instead of {max_model_len}: the KV cache of {held} "
+        f"The context is {longest:,} tokens instead of {max_model_len:,}: the KV cache of {held} "
         "holds no more.",
     )
 

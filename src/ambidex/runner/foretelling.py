@@ -51,7 +51,7 @@ def foretell(predict: Predict, config: EngineConfig, max_model_len: int) -> dict
     prompt = min(TYPICAL_PROMPT, max(max_model_len - 1, 1))
     steps = prompt_steps(prompt, limits.max_num_batched_tokens, 1)
     found = {
-        f"first token of a prompt of {prompt} tokens": sum(map(predict, steps)),
+        f"first token of a prompt of {prompt:,} tokens": sum(map(predict, steps)),
         "a token, 1 request": predict(StepLoad(1, 1, prompt)),
     }
     if limits.max_num_seqs > 1:

@@ -92,8 +92,8 @@ class LaneMemory:
                 f"Other programs took memory while the model was loaded: {format_bytes(needed)} "
                 f"were to be had for the KV cache and steps, {format_bytes(free)} are. The cache "
                 f"has {min(self.size.num_blocks)} blocks instead of {min(before.num_blocks)}, the "
-                f"longest context {self.size.max_model_len} tokens instead of "
-                f"{before.max_model_len}."
+                f"longest context {self.size.max_model_len:,} tokens instead of "
+                f"{before.max_model_len:,}."
             )
             self.notes.append(note)
         self._steps, self._cache = self._reserve()

@@ -146,7 +146,12 @@ def load_lane(
             f"--block-size {cache.block_size} is not supported; choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}."
         )
-    profile = None if config.device.names_accelerator else host_profile(config)
+    profile = None
+    if not config.device.names_accelerator:
+        if config.warm_up_fully:
+            # What is no model fails now, and not after the seconds that measuring takes.
+            _check_model(config)
+        profile = host_profile(config)
     hands = open_hands(config)
     for note in hands.threads.notes:
         logger.warning("%s", note)
@@ -159,6 +164,13 @@ def load_lane(
         raise
     lane.load_s = time.perf_counter() - began
     return lane
+
+
+def _check_model(config: EngineConfig) -> None:
+    """Raises what opening the model's files raises; reads headers alone."""
+    path = Path(resolve_model(config.model.model, revision=config.model.revision).path)
+    checkpoint = open_checkpoint(path, dict(config.model.hf_overrides))
+    check_config(model_config(checkpoint.config), checkpoint)
 
 
 def _load_on(

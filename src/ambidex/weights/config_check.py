@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ambidex.config import CheckpointConfig
+from ambidex.config import CheckpointConfig, config_errors, rope_parameters
 from ambidex.errors import InvalidModelError, UnsupportedModelError
+from ambidex.memory.architectures import gemma3_ropes, head_size
 from ambidex.weights.checkpoint import Checkpoint
 from ambidex.weights.quantized_source import METHODS
 
@@ -121,6 +122,19 @@ _ROPE_FIELDS: Mapping[str, str] = {
 #: ``rope_parameters`` may have a table for each kind of layer.
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
+#: Type of rope scaling -> the fields without which it says nothing (``layers/rope.py``).
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "longrope": ("long_factor", "short_factor"),
+    "su": ("long_factor", "short_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+#: What kernels have (``kernels/reference.py``).
+ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 
@@ -140,7 +154,9 @@ def check_config(config: CheckpointConfig, checkpoint: Checkpoint) -> None:
         {"eos_token_id": "token_ids"},
     )
     _check_heads(config)
+    _check_layer_types(config)
     _check_against_tensors(config, checkpoint)
+    _check_computation(config)
 
 
 def check_bare_config(config: CheckpointConfig) -> None:
@@ -148,6 +164,7 @@ def check_bare_config(config: CheckpointConfig) -> None:
     _check_quantization(config, tuple(METHODS))
     _check_values(config)
     _check_heads(config)
+    _check_layer_types(config)
     layers = config.get("num_hidden_layers", 1)
     most_experts = min(_MAX_EXPERTS, _MAX_EXPERTS_OF_ALL // min(layers, _MAX_LAYERS))
     for name, most in (
@@ -161,6 +178,7 @@ def check_bare_config(config: CheckpointConfig) -> None:
         chosen = config.get("num_experts_per_tok")
         if "experts" in name and asked and chosen is not None and chosen > asked:
             raise _wrong(config.source, "num_experts_per_tok", chosen, f"'{name}' is {asked}")
+    _check_computation(config)
 
 
 def _check_values(config: CheckpointConfig) -> None:
@@ -180,7 +198,7 @@ def _check_kinds(
         value = values.get(name)
         expected, is_right = _KINDS[kind]
         if value is not None and not is_right(value):
-            if type(value) is int and value > _MAX_SIZE:
+            if kind != "length" and type(value) is int and value > _MAX_SIZE:
                 expected += f" and at most {_MAX_SIZE}"
             raise _wrong(source, prefix + name, value, f"must be {expected}")
 
@@ -240,6 +258,71 @@ def _check_heads(config: CheckpointConfig) -> None:
             f"does not divide 'hidden_size' {hidden}, and no 'head_dim' says how wide a head is"
         )
         raise _wrong(config.source, "num_attention_heads", heads, problem)
+
+
+def _check_layer_types(config: CheckpointConfig) -> None:
+    """A list that is longer is no harm: --hf-overrides may ask for the first layers alone."""
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and layers is not None and len(kinds) < layers:
+        raise InvalidModelError(
+            f"{config.source}: the field 'layer_types' names {len(kinds)} layers, and "
+            f"'num_hidden_layers' is {layers}. {_REPAIR}"
+        )
+
+
+def _check_computation(config: CheckpointConfig) -> None:
+    """What the layers would refuse: rotations and activation functions that there are none of."""
+    kind = str(config.get("model_type", ""))
+    is_gemma = kind.startswith("gemma3")
+    name = {"opt": "activation_function"}.get(
+        kind, "hidden_activation" if is_gemma else "hidden_act"
+    )
+    activation = config.get(name)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{config.source}: the activation function '{activation!s:.80}' ({name}) is not "
+            f"supported. Supported: {', '.join(ACTIVATIONS)}."
+        )
+    if kind == "opt":
+        return
+    with config_errors(config):
+        tables = gemma3_ropes(config) if is_gemma else (rope_parameters(config),)
+        for table in tables:
+            name = table.get("rope_type") or table.get("type") or "default"
+            # Its first files call it so (``models/phi3.py``).
+            is_long = kind == "phi3" and name == "yarn"
+            _check_rotation(config, "longrope" if is_long else name, table)
+
+
+def _check_rotation(config: CheckpointConfig, kind: str, table: Mapping[str, Any]) -> None:
+    """``table``: as ``config.rope_parameters`` has it."""
+    source, head_dim = config.source, head_size(config)
+    rotary_dim = int(head_dim * (table.get("partial_rotary_factor") or 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        part = "" if rotary_dim == head_dim else f", of which {rotary_dim} are to be rotated"
+        raise InvalidModelError(
+            f"{source}: a head has {head_dim} values{part}. Values are rotated in pairs, so "
+            "that must be an even number above 0. Check 'head_dim', 'hidden_size', "
+            "'num_attention_heads' and 'partial_rotary_factor', or download the model again."
+        )
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModelError(
+            f"{source}: rope_scaling type '{kind!s:.80}' is not supported. Supported: "
+            f"{', '.join(sorted(ROPE_KINDS))}."
+        )
+    for name in ROPE_KINDS[kind]:
+        value = table.get(name)
+        if value is None:
+            raise InvalidModelError(
+                f"{source}: its rope_scaling of type '{kind}' lacks the field '{name}'. Repair the "
+                "file, or give the value with --hf-overrides "
+                f'\'{{"rope_scaling": {{"{name}": ...}}}}\'.'
+            )
+        if isinstance(value, list) and len(value) != rotary_dim // 2:
+            raise InvalidModelError(
+                f"{source}: rope_scaling.{name} has {len(value)} entries; the head size asks for "
+                f"{rotary_dim // 2}. {_REPAIR}"
+            )
 
 
 def _check_against_tensors(config: CheckpointConfig, checkpoint: Checkpoint) -> None:

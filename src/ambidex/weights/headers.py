@@ -27,6 +27,14 @@ from ambidex.errors import (
 
 #: What to do about a damaged file; ends most messages of this module.
 DOWNLOAD_AGAIN = "Download it again."
+_JSON_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
 
 #: safetensors dtype -> (torch's name, bits per element).
 SAFETENSORS_TYPES: dict[str, tuple[str, int]] = {
@@ -561,7 +569,10 @@ def parse_json_object(raw: bytes, source: str, *, unique_keys: bool = False) -> 
     else:
         if isinstance(value, dict):
             return value
-        reason = f"it is a {type(value).__name__}, not an object"
+        raise InvalidModelError(
+            f"{source} holds {_JSON_KINDS[type(value)]}, not an object. Repair the file, or "
+            "download it again."
+        )
     raise InvalidModelError(
         f"{source} is no valid JSON ({reason}). Repair the file, or download it again."
     )

@@ -322,7 +322,7 @@ def _not_found(model: str, error: ModelNotFoundError) -> ModelNotFoundError:
     what = "the nearest are" if near else "such as"
     return ModelNotFoundError(
         f"{error} To plan without files give a config.json, or one of {len(PUBLIC_SHAPES)} names "
-        f"that are built in, {what} {names}."
+        f"that are built in, {what} {names}; `ambidex plan --help` lists them."
     )
 
 

@@ -1,4 +1,5 @@
-"""What else happened on the machine while steps were slow: for the likely cause of a drift.
+"""What else happened on the machine meanwhile: for the likely cause of slow steps, and for what a
+measurement is worth.
 
 All paths are under ``root``, so that a test can give a made-up machine.
 """
@@ -86,7 +87,15 @@ def likely_cause(before: Strain, after: Strain) -> str | None:
             f"{after.major_faults - before.major_faults} pages had to be read from disk: "
             "memory is short"
         )
-    others = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
-    if others > _LARGE_SHARE * elapsed:
-        return f"other programs used {others / elapsed:.1f} of the machine's CPUs"
+    others = other_cpus(before, after)
+    if others:
+        return f"other programs used {others:.1f} of the machine's CPUs"
     return None
+
+
+def other_cpus(before: Strain, after: Strain) -> float:
+    """How many of the machine's CPUs other programs kept busy in between, on average; 0 where that
+    is too little to matter."""
+    elapsed = max(after.at_s - before.at_s, 1e-9)
+    others = ((after.busy_s - before.busy_s) - (after.own_s - before.own_s)) / elapsed
+    return others if others > _LARGE_SHARE else 0.0
