@@ -54,7 +54,10 @@ def test_the_host_has_a_rate_of_every_form() -> None:
     for rate in (*host.products.values(), *host.attention.values()):
         check(rate)
     assert set(host.attention) == {"float32", "float16"}
-    assert [rows for rows, _ in host.products["int4"].points] == [*SHORT.rows, SHORT.rows_of_prompts]
+    assert [rows for rows, _ in host.products["int4"].points] == [
+        *SHORT.rows,
+        SHORT.rows_of_prompts,
+    ]
     assert (host.name, host.memory_bytes, host.num_threads) == ("here", 123, 2)
     for value in (host.bytes_per_s, host.small_bytes_per_s, host.launch_s, host.step_s):
         assert 0 < value < math.inf
