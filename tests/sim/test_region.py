@@ -186,7 +186,7 @@ def test_untouched_memory_takes_none_of_the_machines() -> None:
 
 
 def test_more_than_there_are_addresses() -> None:
-    with pytest.raises(OutOfMemory, match=r"no .* GiB of addresses for sim:0.*Give it less memory"):
+    with pytest.raises(OutOfMemory, match=r"no .* TiB of addresses for sim:0.*Give it less memory"):
         Region(Ledger("sim:0", 1 << 60))
 
 
