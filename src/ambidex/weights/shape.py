@@ -40,7 +40,7 @@ from ambidex.weights.config_check import check_bare_config, check_config
 from ambidex.weights.gguf import GGUFSource
 from ambidex.weights.hub import resolve_model
 from ambidex.weights.load import planned_bytes
-from ambidex.weights.quantization import low_bit_kind
+from ambidex.weights.quantization import Files, low_bit_kind
 
 #: Of files whose headers say what they hold.
 _WITH_HEADERS = (".safetensors", ".gguf")
@@ -48,19 +48,8 @@ _WITH_HEADERS = (".safetensors", ".gguf")
 _BNB_BLOCK = 64
 
 
-class _Tensors(Protocol):
+class _Tensors(Files, Protocol):
     """What sizes are taken from: ``checkpoint.Checkpoint``, or :class:`_Published`."""
-
-    path: Path
-
-    @property
-    def quantization(self) -> str | None: ...
-
-    @property
-    def is_quantized(self) -> bool: ...
-
-    @property
-    def dtype_name(self) -> str: ...
 
     def tensor_names(self) -> list[str]: ...
 
