@@ -193,9 +193,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         watch.num_changes += 1
         change(self, expert)
 
-    def noted_begin(self: ExpertSlots) -> None:
+    def noted_begin(self: ExpertSlots, num_rows: int) -> None:
         watch.is_between_steps = True
-        begin(self)
+        begin(self, num_rows)
         watch.is_between_steps = False
         watch.num_starts += 1
 
@@ -253,16 +253,19 @@ def test_the_cpu_lanes_bits(
         assert swaps > 0 and len(caches) > 2
 
 
+@pytest.mark.parametrize("is_eager", [False, True])
 def test_no_choice_is_lost(
-    tiny_model: Callable[[str], Path], room_for: Callable[[float], None]
+    tiny_model: Callable[[str], Path], room_for: Callable[[float], None], is_eager: bool
 ) -> None:
-    """Hits and misses together are the choices of every row, those of large steps too."""
+    """Hits and misses together are the choices of every row, those of large steps too; not those of
+    the rows that fill up a captured step of three requests."""
     room_for(3)
-    with opened(make_config(tiny_model("qwen3_moe"), "auto", is_eager=True)) as engine:
+    with opened(make_config(tiny_model("qwen3_moe"), "auto", is_eager)) as engine:
         # Of warming up.
         before = placed_of(engine).counts()
         run = generate(engine, 3, 20)
     num_rows = sum(2 + 43 * index for index in range(3)) + 3 * 19
+    assert bool(run.num_replays) != is_eager
     choices = num_rows * NUM_LAYERS * TOP_K
     counted = sum(run.counts[name] - before[name] for name in ("expert_hits", "expert_misses"))
     assert counted == choices

@@ -102,6 +102,7 @@ class GraphReplayer:
             rope.prepare(batch.max_position)
         # The copies ahead of the step have to lie where they did at the capture.
         self._kernels.begin_step(rows, rows)
+        self._kernels.set_filled_rows(batch.num_tokens)
         captured = self._captured.get(rows)
         if captured is None:
             captured = self._captured[rows] = self._capture(rows)

@@ -130,6 +130,8 @@ class ExpertSlots:
         #: Filled by the host's stream, in the order of its work.
         self._used: deque[_Use] = deque()
         self._pays: dict[tuple[int, int, int], bool] = {}
+        #: Rows of the step that are requests': a captured step may have more, to fill it up.
+        self.num_filled_rows = 0
         #: Choices of a token computed on the accelerator and on the host; experts that took
         #: another's place; bytes copied for them.
         self.num_hits = 0
@@ -189,27 +191,29 @@ class ExpertSlots:
         return layer if self._pays[key] else None
 
     def note_use(
-        self, gate_up: Sequence[Any], num_choices: int, experts: Tensor | None = None
+        self, gate_up: Sequence[Any], num_rows: int, top_k: int, experts: Tensor | None = None
     ) -> None:
-        """Count a layer's choices when the host's stream gets there: ``experts`` [n, top_k], of
-        the host; None where the host computes all of them."""
+        """Count a layer's choices when the host's stream gets there: ``experts`` [num_rows, top_k],
+        of the host; None where the host computes all of them."""
         layer = self._by_key.get(id(gate_up))
         if layer is None:
             return
 
         def count() -> None:
             counts = None
+            rows = min(num_rows, self.num_filled_rows)
             if experts is not None:
-                ids, numbers = experts.unique(return_counts=True)
+                ids, numbers = experts[:rows].unique(return_counts=True)
                 counts = dict(zip(ids.tolist(), numbers.tolist(), strict=True))
-            self._used.append(_Use(layer, num_choices, counts))
+            self._used.append(_Use(layer, rows * top_k, counts))
 
         self._host.stream.launch("count_experts", count, 0.0)
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_rows: int) -> None:
         """Change what is cached: nothing of earlier steps is running. Raises DeviceError where
         something of them had failed."""
         self._take_counts()
+        self.num_filled_rows = num_rows
         self._due += self._policy.changes()
         if not self._due and not self._arriving:
             return

@@ -239,7 +239,7 @@ class PlacedKernels:
     def begin_step(self, num_tokens: int, num_logits: int) -> None:
         """Tell how many rows the step's products have."""
         if self._experts is not None:
-            self._experts.begin_step()
+            self._experts.begin_step(num_tokens)
         if self._streamer is None:
             return
         order = []
@@ -250,6 +250,11 @@ class PlacedKernels:
                 pieces = item.weight.pieces(count)
                 order += [item.weight.staged(end, start) for start, end in pieces]
         self._streamer.begin_step(order)
+
+    def set_filled_rows(self, count: int) -> None:
+        """Tell how many rows of the step that has begun are requests'; the others fill it up."""
+        if self._experts is not None:
+            self._experts.num_filled_rows = count
 
     def counts(self) -> dict[str, int]:
         """What has been launched so far, by name."""
@@ -452,7 +457,7 @@ class PlacedKernels:
             layer = self._experts.find(gate_up, *experts.shape)
             if layer is not None:
                 return self._shared_moe(x, layer, weights, experts, activation)
-            self._experts.note_use(gate_up, experts.numel())
+            self._experts.note_use(gate_up, len(experts), experts.shape[1])
         self.num_rows["host"] += experts.numel()
         return self._host.moe(
             self._to_host(x),
@@ -469,7 +474,7 @@ class PlacedKernels:
         """Each expert where it lies, at the same time; their sum on the accelerator."""
         assert self._experts is not None
         chosen = self._to_host(experts)
-        self._experts.note_use(layer.experts.key, chosen.numel(), chosen)
+        self._experts.note_use(layer.experts.key, len(chosen), chosen.shape[1], chosen)
         # The host's first, so that it begins early.
         of_host = self._host.expert_outputs(
             self._to_host(x), layer.host_gate_up, layer.host_down, chosen, activation
