@@ -141,21 +141,21 @@ class CostModel:
     ) -> None:
         self.profile = profile
         self.shape = shape
-        self._is_async = is_async
-        self._ring_bytes = math.inf if ring_bytes is None else ring_bytes
-        self._host = profile.host
+        self.is_async = is_async
+        self.ring_bytes = math.inf if ring_bytes is None else ring_bytes
+        self.host = profile.host
         #: What the lane itself runs on, where its keys and values are too.
-        self._lane = profile.device or profile.host
+        self.lane = profile.device or profile.host
         link = profile.link or LinkRate(math.inf)
-        self._link = link.limited(link_limit)
-        self._link_back = profile.link_back or link
+        self.link = link.limited(link_limit)
+        self.link_back = profile.link_back or link
         self._dram = profile.host.total_bytes_per_s
-        device_rate = self._lane.bytes_per_s
-        self._decompressing = decompressed_bytes_per_s(TYPICAL_RATIO, device_rate)
-        self._compresses = (
+        device_rate = self.lane.bytes_per_s
+        self.decompressing = decompressed_bytes_per_s(TYPICAL_RATIO, device_rate)
+        self.compresses = (
             compress
             and worth_compressing(
-                TYPICAL_RATIO, self._link.bytes_per_s, self._decompressing, device_rate
+                TYPICAL_RATIO, self.link.bytes_per_s, self.decompressing, device_rate
             )[0]
         )
         self._segments = _segments(shape, places)
@@ -168,12 +168,12 @@ class CostModel:
         one by the rows of the product."""
         if self.profile.device is None:
             return self._host_step(load)
-        rate = self._host.bytes_per_s
+        rate = self.host.bytes_per_s
         found, copied = self._step(load, streamed, rate)
         for _ in range(_ROUNDS):
             # Copies take a part of the memory's rate while the processor reads it.
             share = copied / found.seconds if found.seconds else 0.0
-            left = min(self._host.bytes_per_s, max(self._dram - share, self._dram / 4))
+            left = min(self.host.bytes_per_s, max(self._dram - share, self._dram / 4))
             if abs(left - rate) < 1e-3 * rate:
                 break
             rate = left
@@ -218,7 +218,7 @@ class CostModel:
 
     def _host_step(self, load: StepLoad) -> StepTime:
         """All on the host: what ``operations.host_step_s`` adds up, by resource."""
-        host, shape = self._host, self.shape
+        host, shape = self.host, self.shape
         kept = host.kept_share(step_bytes(shape, load))
         spent = dict.fromkeys((DRAM, HOST_ARITHMETIC, FIXED), 0.0)
         for item in self._segments[0].items if self._segments else ():
@@ -237,9 +237,9 @@ class CostModel:
 
     def _measure(self, load: StepLoad) -> _Measured:
         """What does not depend on shares: each item's parts, and what is the device's alone."""
-        pairs = [attention_parts(self._lane, self.shape, kv, load) for kv in self.shape.kv]
+        pairs = [attention_parts(self.lane, self.shape, kv, load) for kv in self.shape.kv]
         # Groups follow each other, and each of their operations takes the longer part.
-        operations, small_s = small_parts(self._lane, self.shape, load)
+        operations, small_s = small_parts(self.lane, self.shape, load)
         segments = []
         for segment in self._segments:
             parts = []
@@ -254,8 +254,8 @@ class CostModel:
                     _Parts(
                         item,
                         rows,
-                        product_parts(self._lane, weight, rows),
-                        product_parts(self._host, weight, rows) if is_elsewhere else (0.0, 0.0),
+                        product_parts(self.lane, weight, rows),
+                        product_parts(self.host, weight, rows) if is_elsewhere else (0.0, 0.0),
                         numbers * weight.columns,
                         # Of experts the host adds up what a token chose.
                         numbers * item.num_rows / weight.num_experts,
@@ -266,7 +266,7 @@ class CostModel:
             tuple(segments),
             small_s + sum(a for a, b in pairs if a >= b),
             sum(b for a, b in pairs if b > a),
-            operations * self._lane.launch_s,
+            operations * self.lane.launch_s,
         )
 
     def _shares(self, p: _Parts, streamed: float | SplitTable) -> tuple[float, float]:
@@ -286,106 +286,149 @@ class CostModel:
         self, load: StepLoad, streamed: float | SplitTable, dram_rate: float
     ) -> tuple[StepTime, float]:
         """A step while the host's processor reads ``dram_rate``; also the bytes copied."""
-        measured, lane = self._parts_at(load), self._lane
-        link, back = self._link.bytes_per_s, self._link_back.bytes_per_s
-        sync_s, host_launch_s = self.profile.sync_s, self._host.launch_s
-        slower = self._host.bytes_per_s / dram_rate
-        busy = dict.fromkeys((HBM, DEVICE_ARITHMETIC, DRAM, HOST_ARITHMETIC, LINK), 0.0)
-        #: Seconds of the step's course, by what they were spent on.
-        held = dict.fromkeys((*busy, SYNCHRONISATION, FIXED), 0.0)
-        total = synced = copied_bytes = host_bytes = 0.0
-        fixed = measured.launches + _fixed_s(lane, load)
+        measured = self._parts_at(load)
+        course = _Course(self, measured, self.host.bytes_per_s / dram_rate)
         for segment, parts in measured.segments:
-            begun = dict(held)
-            link_bytes = course = 0.0
-            num_copies = 0
+            course.begin_segment()
             for p in parts:
-                item, number = p.item, p.item.number
-                on_host, copied = self._shares(p, streamed)
-                on_device = 1.0 - on_host
-                read, compute = (each * on_device * number for each in p.device)
-                device = max(read, compute)
-                busy[HBM] += read
-                busy[DEVICE_ARITHMETIC] += compute
-                limit = HBM if read >= compute else DEVICE_ARITHMETIC
-                moved = copied * item.weight.num_bytes * number
-                if self._compresses and _is_compressible(item):
-                    # Unpacked on the device right before the product.
-                    unpack_s = moved / self._decompressing
-                    device += unpack_s
-                    busy[HBM] += unpack_s
-                    moved /= TYPICAL_RATIO
-                link_bytes += moved
-                num_copies += number if copied else 0
-                if not on_host:
-                    held[limit] += device
-                    course += device
-                    continue
-                read, compute = (each * on_host * number for each in p.host)
-                busy[DRAM] += read
-                busy[HOST_ARITHMETIC] += compute
-                host_bytes += read * self._host.bytes_per_s
-                launch = host_launch_s * number
-                host = max(read * slower, compute)
-                # Both send their parts to each other; what the host has done alone may stay there.
-                num_out = number if on_device else item.num_out
-                out_bytes = on_host * num_out * p.bytes_out
-                there = item.num_in * (sync_s + p.bytes_in / back)
-                crossing = there + num_out * sync_s + out_bytes / link
-                returning = 0.0
-                if on_device:
-                    returning = number * (sync_s + on_device * p.bytes_out / back)
-                link_bytes += out_bytes
-                fixed += launch
-                if device + returning > host + launch + crossing:
-                    course += device + returning
-                    held[limit] += device
-                    crossing = returning
-                else:
-                    course += host + launch + crossing
-                    held[DRAM if read * slower >= compute else HOST_ARITHMETIC] += host
-                    held[FIXED] += launch
-                held[SYNCHRONISATION] += crossing
-                synced += crossing
-            part = segment.num_layers / max(self.shape.num_layers, 1)
-            for name, seconds in (
-                (HBM, measured.read),
-                (DEVICE_ARITHMETIC, measured.compute),
-                (FIXED, measured.launches),
-            ):
-                course += part * seconds
-                held[name] += part * seconds
-            copied_bytes += link_bytes
-            copy_s = link_bytes / link + num_copies * self._link.latency_s
-            busy[LINK] += copy_s
-            if not segment.is_streaming:
-                total += course
-            elif not self._is_async:
-                held[LINK] += copy_s
-                total += course + copy_s
-            else:
-                # What came before has filled the ring, at best.
-                left = copy_s - min(total, self._ring_bytes / link)
-                if left > course:
-                    held = {**begun, LINK: begun[LINK] + left}
-                total += max(course, left)
-        busy[HBM] += measured.read
-        busy[DEVICE_ARITHMETIC] += measured.compute
-        held[FIXED] += _fixed_s(lane, load)
-        total += _fixed_s(lane, load)
+                course.add_product(p, *self._shares(p, streamed))
+            course.end_segment(segment)
+        return course.end(_fixed_s(self.lane, load)), course.copied_bytes
+
+
+class _Course:
+    """One step beside an accelerator, added up product by product.
+
+    ``slower``: how much longer the host reads because copies read beside it.
+    """
+
+    def __init__(self, model: CostModel, measured: _Measured, slower: float) -> None:
+        self._model = model
+        self._measured = measured
+        self._slower = slower
+        #: Seconds for which each resource is at work.
+        self._busy = dict.fromkeys((HBM, DEVICE_ARITHMETIC, DRAM, HOST_ARITHMETIC, LINK), 0.0)
+        #: Seconds of the step's course, by what they were spent on.
+        self._held = dict.fromkeys((*self._busy, SYNCHRONISATION, FIXED), 0.0)
+        self._total = self._synced = self._launches = self._host_bytes = 0.0
+        self.copied_bytes = 0.0
+        self.begin_segment()
+
+    def begin_segment(self) -> None:
+        #: What the step was spent on before.
+        self._begun = dict(self._held)
+        #: Of the segment: bytes over the link, copies, and seconds without waiting for them.
+        self._link_bytes = self._seconds = 0.0
+        self._num_copies = 0
+
+    def add_product(self, p: _Parts, on_host: float, copied: float) -> None:
+        """``on_host`` and ``copied``: shares of its rows."""
+        item, number = p.item, p.item.number
+        on_device = 1.0 - on_host
+        read, compute = (each * on_device * number for each in p.device)
+        self._busy[HBM] += read
+        self._busy[DEVICE_ARITHMETIC] += compute
+        limit = HBM if read >= compute else DEVICE_ARITHMETIC
+        device = max(read, compute)
+        if copied:
+            self._num_copies += number
+            device += self._copy(item, copied * item.weight.num_bytes * number)
+        if not on_host:
+            self._spend(limit, device)
+            return
+        self._share(p, on_host, limit, device)
+
+    def _copy(self, item: _Item, num_bytes: float) -> float:
+        """Send weights to the device; seconds that it takes to unpack them before the product."""
+        if not (self._model.compresses and _is_compressible(item)):
+            self._link_bytes += num_bytes
+            return 0.0
+        self._link_bytes += num_bytes / TYPICAL_RATIO
+        unpack_s = num_bytes / self._model.decompressing
+        self._busy[HBM] += unpack_s
+        return unpack_s
+
+    def _share(self, p: _Parts, on_host: float, device_limit: str, device: float) -> None:
+        """A product with rows on the host, beside ``device`` seconds of its other rows."""
+        model, item, number = self._model, p.item, p.item.number
+        sync_s = model.profile.sync_s
+        read, compute = (each * on_host * number for each in p.host)
+        self._busy[DRAM] += read
+        self._busy[HOST_ARITHMETIC] += compute
+        self._host_bytes += read * model.host.bytes_per_s
+        launch = model.host.launch_s * number
+        self._launches += launch
+        host = max(read * self._slower, compute)
+        host_limit = DRAM if read * self._slower >= compute else HOST_ARITHMETIC
+        # Both send their parts to each other; what the host has done alone may stay there.
+        is_split = on_host < 1.0
+        num_out = number if is_split else item.num_out
+        out_bytes = on_host * num_out * p.bytes_out
+        self._link_bytes += out_bytes
+        there = item.num_in * (sync_s + p.bytes_in / model.link_back.bytes_per_s)
+        crossing = there + num_out * sync_s + out_bytes / model.link.bytes_per_s
+        returning = 0.0
+        if is_split:
+            bytes_back = (1.0 - on_host) * p.bytes_out
+            returning = number * (sync_s + bytes_back / model.link_back.bytes_per_s)
+        if device + returning > host + launch + crossing:
+            self._spend(device_limit, device)
+            crossing = returning
+        else:
+            self._spend(host_limit, host)
+            self._spend(FIXED, launch)
+        self._spend(SYNCHRONISATION, crossing)
+        self._synced += crossing
+
+    def _spend(self, name: str, seconds: float) -> None:
+        self._seconds += seconds
+        self._held[name] += seconds
+
+    def end_segment(self, segment: _Segment) -> None:
+        """Add the small operations of its layers, and what its copies take beyond its course."""
+        model, measured, held = self._model, self._measured, self._held
+        part = segment.num_layers / max(model.shape.num_layers, 1)
+        self._spend(HBM, part * measured.read)
+        self._spend(DEVICE_ARITHMETIC, part * measured.compute)
+        self._spend(FIXED, part * measured.launches)
+        link = model.link
+        copy_s = self._link_bytes / link.bytes_per_s + self._num_copies * link.latency_s
+        self._busy[LINK] += copy_s
+        self.copied_bytes += self._link_bytes
+        if not segment.is_streaming:
+            self._total += self._seconds
+        elif not model.is_async:
+            held[LINK] += copy_s
+            self._total += self._seconds + copy_s
+        else:
+            # What came before has filled the ring, at best.
+            left = copy_s - min(self._total, model.ring_bytes / link.bytes_per_s)
+            if left > self._seconds:
+                self._held = {**self._begun, LINK: self._begun[LINK] + left}
+            self._total += max(self._seconds, left)
+
+    def end(self, fixed_s: float) -> StepTime:
+        """``fixed_s``: what the step costs beside its operations."""
+        model, busy, held = self._model, dict(self._busy), dict(self._held)
+        lane, dram = model.lane, model.profile.host.total_bytes_per_s
+        busy[HBM] += self._measured.read
+        busy[DEVICE_ARITHMETIC] += self._measured.compute
+        held[FIXED] += fixed_s
+        total = self._total + fixed_s
         # Whatever the order, a memory does not give more than it can to all together.
-        hbm_bytes = busy[HBM] * lane.bytes_per_s + copied_bytes
+        hbm_bytes = busy[HBM] * lane.bytes_per_s + self.copied_bytes
         shared = {HBM: hbm_bytes / lane.total_bytes_per_s}
-        if copied_bytes:
-            shared[DRAM] = (host_bytes + copied_bytes) / self._dram
+        if self.copied_bytes:
+            shared[DRAM] = (self._host_bytes + self.copied_bytes) / dram
         for name, seconds in shared.items():
             if seconds > total:
                 total = held[name] = seconds
-        busy[HBM] += copied_bytes / lane.total_bytes_per_s
-        busy[DRAM] += copied_bytes / self._dram
+        busy[HBM] += self.copied_bytes / lane.total_bytes_per_s
+        busy[DRAM] += self.copied_bytes / dram
         limit = max(held, key=lambda name: held[name])
-        seconds_of = {**busy, SYNCHRONISATION: synced, FIXED: fixed}
-        return StepTime(total, limit, {k: v for k, v in seconds_of.items() if v}), copied_bytes
+        fixed = self._measured.launches + self._launches + fixed_s
+        seconds_of = {**busy, SYNCHRONISATION: self._synced, FIXED: fixed}
+        return StepTime(total, limit, {name: s for name, s in seconds_of.items() if s})
 
 
 def _fixed_s(processor: Processor, load: StepLoad) -> float:
