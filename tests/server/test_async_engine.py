@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +15,11 @@ from fake_frontend import fake_frontend
 
 from ambidex.config import EngineConfig, ModelConfig
 from ambidex.engine.async_engine import AsyncEngine, EngineUnavailableError
-from ambidex.engine.frontend import read_chat_template
+from ambidex.engine.frontend import Frontend, Submission, TextFrontend, read_chat_template
+from ambidex.engine.messages import EngineInfo
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
-from ambidex.request import SamplingParams
+from ambidex.request import EngineRequest, SamplingParams
+from conftest import wait_until
 
 T = TypeVar("T")
 
@@ -32,8 +35,7 @@ def run(test: Callable[[AsyncEngine], Awaitable[T]], settings: Any = None, **opt
         engine = AsyncEngine(
             config,
             engine_factory="fake_engine:FakeEngine",
-            frontend_factory=fake_frontend,
-            **options,
+            **{"frontend_factory": fake_frontend, **options},
         )
         try:
             await engine.start()
@@ -150,6 +152,55 @@ def test_waiting_for_a_restart_is_bounded() -> None:
             await engine.submit("a", PARAMS)
 
     run(test, {"load_s": 2}, restart_wait_s=0.2)
+
+
+def test_a_restart_reads_the_tokenizer_again() -> None:
+    """The model's files may have been replaced while it was served."""
+    made: list[Frontend] = []
+
+    def factory(config: EngineConfig, info: EngineInfo) -> Frontend:
+        shorter = replace(info, max_model_len=info.max_model_len - 2000 * len(made))
+        made.append(fake_frontend(config, shorter))
+        return made[-1]
+
+    async def test(engine: AsyncEngine) -> None:
+        assert await text_of(engine, "a") == "bcdef"
+        pid = engine.engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: engine.state == "restarting")
+        # Asked while there is none, and answered by what is there afterwards.
+        with pytest.raises(RequestError, match="maximum context length is 48 tokens"):
+            await text_of(engine, "a" * 100)
+        assert len(made) == 2
+        assert engine.frontend is made[1]
+        assert await text_of(engine, "a") == "bcdef"
+
+    run(test, frontend_factory=factory)
+
+
+def test_a_request_prepared_for_a_dead_engine_is_prepared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        first = engine.frontend
+        prepare = TextFrontend.prepare
+        used: list[Frontend] = []
+
+        def prepare_and_die(self: TextFrontend, submission: Submission) -> list[EngineRequest]:
+            used.append(self)
+            if self is first:
+                assert engine.engine_pid is not None
+                os.kill(engine.engine_pid, signal.SIGKILL)
+                wait_until(lambda: engine.state == "restarting", "its death is known")
+            return prepare(self, submission)
+
+        monkeypatch.setattr(TextFrontend, "prepare", prepare_and_die)
+        assert await text_of(engine, "a") == "bcdef"
+        assert used == [first, engine.frontend]
+        assert first is not engine.frontend
+
+    run(test)
 
 
 def test_a_bug_in_the_text_side_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,15 +214,10 @@ class AsyncEngine:
         """Loads the model. Raises the engine's :class:`AmbidexError` if it cannot."""
         self._handle = handle = self._new_handle()
         try:
-            info = await handle.wait_ready()
-            loop = asyncio.get_running_loop()
-            self._frontend = await loop.run_in_executor(
-                self._pool, self._frontend_factory, self._config, info
-            )
+            info = await self._load(handle)
         except BaseException:
             await handle.close(timeout_s=0)
             raise
-        self._info = info
         names = self._config.model.served_model_names
         self._metrics = Metrics(names[0] if names else info.model, info.max_model_len)
         self._metrics.set_cache_info(
@@ -238,6 +233,13 @@ class AsyncEngine:
         self._set_ready()
         self._supervisor = asyncio.create_task(self._supervise(handle))
         self._supervisor.add_done_callback(self._supervision_ended)
+        return info
+
+    async def _load(self, handle: EngineHandle) -> EngineInfo:
+        """Waits for the process, and reads the tokenizer beside the weights that it has loaded."""
+        info = await handle.wait_ready()
+        self._frontend = await self.in_pool(self._frontend_factory, self._config, info)
+        self._info = info
         return info
 
     def _new_handle(self) -> EngineHandle:
@@ -326,10 +328,13 @@ class AsyncEngine:
             add_special_tokens=add_special_tokens,
             is_max_tokens_strict=is_max_tokens_strict,
         )
-        await self._wait_ready()
-        requests = await self.in_pool(self.frontend.prepare, submission)
-        # The engine may have died meanwhile.
-        await self._wait_ready()
+        frontend = None
+        # The engine may die meanwhile, and the next one have other files before it.
+        while frontend is not self._frontend or frontend is None:
+            await self._wait_ready()
+            frontend = self.frontend
+            requests = await self.in_pool(frontend.prepare, submission)
+            await self._wait_ready()
         assert self._handle is not None
         if submission.request_id in self._streams:
             raise RequestError(
@@ -627,13 +632,14 @@ class AsyncEngine:
                 return None
             self._handle = handle = self._new_handle()
             try:
-                self._info = await handle.wait_ready()
+                # The model's files may be others than before.
+                info = await self._load(handle)
             except AmbidexError as error:
                 log.error("engine did not restart: %s", error)
                 await handle.close(timeout_s=0)
                 continue
             self.metrics.engine_restarted()
-            self.metrics.memory(self._info.memory)
+            self.metrics.memory(info.memory)
             log.warning("engine restarted", extra=logs.fields(pid=handle.pid))
             self._set_ready()
             return handle
