@@ -299,3 +299,22 @@ def test_a_recording_takes_the_step_s_rows() -> None:
                     assert torch.equal(out[at], x[row])
                 else:
                     assert out[at].isnan().all()
+
+
+def test_operands_with_other_rows_than_x_are_refused() -> None:
+    kernels, x, ones = table(LEVELS[0]), torch.zeros(4, 8), torch.ones(8)
+    for num_rows in (0, 1, 3, 5):
+        other = torch.zeros(num_rows, 8)
+        with pytest.raises(KernelError, match=f"residual has {num_rows} rows, and must have 4"):
+            kernels.rms_norm(x, ones, 1e-6, residual=other)
+        with pytest.raises(KernelError, match=f"y has {num_rows} rows, and must have 4"):
+            kernels.add(x, other)
+
+
+@pytest.mark.parametrize(("shape", "device"), [((2, 2), "cpu"), ((3,), "meta")])
+def test_positions_that_native_code_cannot_read_are_refused(
+    shape: tuple[int, ...], device: str
+) -> None:
+    positions = torch.zeros(shape, dtype=torch.int64, device=device)
+    with pytest.raises(KernelError, match="positions is"):
+        table(LEVELS[0]).position_rows(torch.zeros(4, 8), positions)

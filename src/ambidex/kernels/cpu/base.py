@@ -109,13 +109,13 @@ class NativeBase:
         if width is not None and x.shape[1] != width:
             raise KernelError(f"{what} has rows of {x.shape[1]}, and must have {width}.")
 
-    def _check_out(self, out: Tensor, x: Tensor, width: int) -> None:
-        """Raises KernelError unless ``out`` can take a result of ``width`` a row of ``x``."""
-        self._check_rows(out, "out", width)
-        if out.shape[0] != x.shape[0]:
-            raise KernelError(f"out has {out.shape[0]} rows, and must have {x.shape[0]}.")
+    def _check_beside(self, y: Tensor, x: Tensor, width: int, what: str = "out") -> None:
+        """Raises KernelError unless ``y`` has a row of ``width`` for every row of ``x``."""
+        self._check_rows(y, what, width)
+        if y.shape[0] != x.shape[0]:
+            raise KernelError(f"{what} has {y.shape[0]} rows, and must have {x.shape[0]}.")
 
-    def _check_ids(self, token_ids: Tensor) -> None:
+    def _check_ids(self, token_ids: Tensor, what: str = "token_ids") -> None:
         """Raises KernelError unless ``token_ids`` is [n] int64, contiguous, on the CPU."""
         if (
             token_ids.device.type != "cpu"
@@ -124,7 +124,7 @@ class NativeBase:
             or not token_ids.is_contiguous()
         ):
             raise KernelError(
-                f"token_ids is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
+                f"{what} is {token_ids.dtype} {list(token_ids.shape)} on {token_ids.device}, "
                 "and must be int64 [n], contiguous, on the CPU."
             )
 

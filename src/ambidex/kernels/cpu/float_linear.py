@@ -139,7 +139,7 @@ class FloatLinearOps(NativeBase):
         if out is None:
             out = self._empty(x, width)
         else:
-            self._check_out(out, x, width)
+            self._check_beside(out, x, width)
         self._native.linear_float(
             self._context,
             x.data_ptr(),

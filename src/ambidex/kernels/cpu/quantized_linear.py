@@ -220,7 +220,7 @@ class QuantizedLinearOps(NativeBase):
         if out is None:
             out = self._empty(x, width)
         else:
-            self._check_out(out, x, width)
+            self._check_beside(out, x, width)
         self._native.linear_quantized(
             self._context,
             weight.form,

@@ -46,7 +46,7 @@ class SmallOps(NativeBase):
         self._check_rows(flat, "x", heads * width)
         self._check_vector(weight, "weight", width)
         if residual is not None:
-            self._check_rows(residual, "residual", heads * width)
+            self._check_beside(residual, x, heads * width, "residual")
         out = self._empty(x, *x.shape[1:])
         self._native.rms_norm(
             self._context,
@@ -68,7 +68,7 @@ class SmallOps(NativeBase):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """``x`` + ``y``, both [n, width]."""
         self._check_rows(x, "x")
-        self._check_rows(y, "y", x.shape[1])
+        self._check_beside(y, x, x.shape[1], "y")
         out = self._empty(x, x.shape[1])
         self._native.add(
             self._context,
@@ -180,8 +180,7 @@ class SmallOps(NativeBase):
         """Rows ``positions`` [n] int64 of ``table`` [m, width] float32: [n, width]; NaN for a
         position that has no row. While recording, the positions are the step's."""
         self._check_rows(table, "table")
-        if positions.dtype is not torch.int64 or not positions.is_contiguous():
-            raise KernelError(f"positions are {positions.dtype}, and must be int64, contiguous.")
+        self._check_ids(positions, "positions")
         out = self._empty(positions, table.shape[1])
         rows = self._rows(positions)
         self._native.position_rows(
