@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,30 @@ def test_two_lanes_at_once() -> None:
 
     with ThreadPoolExecutor(2) as executor:
         assert all(executor.map(steps, lanes))
+
+
+def test_one_lane_in_two_threads_is_refused() -> None:
+    """They would share the workers' memory. Whoever comes second is told, and no harm is done."""
+    ops = SmallOps(2, (), LEVEL)
+    large, weight = torch.ones(1 << 14, 1024), torch.ones(1024)
+    wanted = normed(ops)
+    refused, texts = threading.Event(), list[str]()
+
+    def steps() -> None:
+        end = time.monotonic() + 60
+        while not refused.is_set() and time.monotonic() < end:
+            try:
+                ops.rms_norm(large, weight, 1e-5)
+            except RuntimeError as error:
+                texts.append(str(error))
+                refused.set()
+
+    with ThreadPoolExecutor(2) as executor:
+        for future in [executor.submit(steps) for _ in range(2)]:
+            future.result()
+    assert refused.is_set()
+    assert all(text.startswith("Two threads use one kernel table") for text in texts)
+    assert torch.equal(normed(ops), wanted)
 
 
 def test_idle_threads_use_no_cpu() -> None:

@@ -1,6 +1,7 @@
 // Runs kernels at once, or records them to be replayed.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -49,6 +50,23 @@ struct Program {
 
 enum class Level { kGeneric, kV3, kV4, kV4Vnni, kAmx };
 
+// Throws: kernels, which see this file too, are compiled without exceptions.
+[[noreturn]] void refuse_second_caller();
+
+// Held while a context is used: its threads, their memory and its recording serve one caller.
+class Claim {
+  public:
+    explicit Claim(std::atomic_flag& flag) : flag_(flag) {
+        if (flag_.test_and_set(std::memory_order_acquire)) refuse_second_caller();
+    }
+    ~Claim() { flag_.clear(std::memory_order_release); }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+  private:
+    std::atomic_flag& flag_;
+};
+
 // A lane's threads, what it computes now, and what it records.
 class Context {
   public:
@@ -67,6 +85,7 @@ class Context {
     // workers share. The caller holds no GIL while this runs.
     template <class Args>
     void submit(Kernel<Args> kernel, const Args& args, size_t shared_bytes = 0) {
+        Claim claim(in_use_);
         threads.reserve_shared(shared_bytes);
         Call call(kernel, args);
         if (recording) {
@@ -77,11 +96,15 @@ class Context {
         run(&call, 1);
     }
 
-    void replay(const Program& program) { run(program.calls.data(), program.calls.size()); }
+    void replay(const Program& program) {
+        Claim claim(in_use_);
+        run(program.calls.data(), program.calls.size());
+    }
 
     // The same; returns the seconds that each call took, its barrier included.
     std::vector<double> replay_timed(const Program& program) {
         using Clock = std::chrono::steady_clock;
+        Claim claim(in_use_);
         std::vector<double> seconds;
         for (const Call& call : program.calls) {
             Clock::time_point began = Clock::now();
@@ -92,6 +115,8 @@ class Context {
     }
 
   private:
+    std::atomic_flag in_use_;
+
     struct Span {
         const Call* calls;
         size_t count;

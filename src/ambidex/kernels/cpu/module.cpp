@@ -1,3 +1,4 @@
+#include <stdexcept>
 #include <utility>
 
 #include "bind.h"
@@ -8,6 +9,11 @@ namespace ambidex {
 #define AMBIDEX_FAMILY(name) void bind_##name(nb::module_& module);
 #include "families.inc"
 #undef AMBIDEX_FAMILY
+
+void refuse_second_caller() {
+    throw std::runtime_error(
+        "Two threads use one kernel table at once: each call has to wait for the one before.");
+}
 
 static Level level_named(const std::string& name) {
     if (name == "generic") return Level::kGeneric;
