@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -21,8 +22,6 @@ from ambidex.memory.operations import (
     product_parts,
     small_parts,
     step_bytes,
-    tpot_s,
-    ttft_s,
 )
 from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.weight_places import WeightKind
@@ -212,10 +211,10 @@ def test_a_long_prompt_is_cut_and_short_ones_go_together() -> None:
         StepLoad(2, 100, 100),
         StepLoad(1, 100, 100),
     ]
-    steps = prefill_steps(1000, 400)
-    assert ttft_s(HOST, SHAPE, 1000, 400) == sum(host_step_s(HOST, SHAPE, s) for s in steps)
-    assert ttft_s(HOST, SHAPE, 1000, 400) > ttft_s(HOST, SHAPE, 1000, 1000)
-    assert tpot_s(HOST, SHAPE, 3, 50) == host_step_s(HOST, SHAPE, StepLoad(3, 1, 50))
+    for prompt, chunk, seqs in itertools.product((1, 7, 100), (1, 7, 64), (1, 3)):
+        steps = list(prefill_steps(prompt, chunk, seqs))
+        assert sum(step.num_tokens for step in steps) == prompt * seqs
+        assert all(step.num_tokens <= chunk for step in steps)
 
 
 @given(

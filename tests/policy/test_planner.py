@@ -21,13 +21,13 @@ from ambidex.config import (
     SchedulerConfig,
 )
 from ambidex.errors import OptionError
-from ambidex.memory.cost_model import CostModel, StepLoad
+from ambidex.memory.cost_model import CostModel, StepLoad, StepTime
 from ambidex.memory.hardware_table import table_profile
 from ambidex.memory.judge import Judge, Mix
 from ambidex.memory.ledger import ACCOUNTS
 from ambidex.memory.model_shape import ModelShape
 from ambidex.memory.placement import FORBIDS, PlacementPlan, plan_placement
-from ambidex.memory.planner import Plan, PlanRefused, make_plan, prompt_steps
+from ambidex.memory.planner import Plan, PlanRefused, make_plan
 from ambidex.memory.profile import HardwareProfile, ProductRate
 from ambidex.memory.rates import LinkRate
 from ambidex.memory.split import SplitTable
@@ -346,18 +346,24 @@ def test_concurrency_counts_requests_of_prompt_and_answer() -> None:
     assert "255 tokens" in short.predictions["ttft_1"].name
 
 
-def test_steps_of_prompts() -> None:
-    assert prompt_steps(512, 2048, 1) == [StepLoad(1, 512, 512)]
-    assert prompt_steps(512, 2048, 6) == [StepLoad(4, 512, 512), StepLoad(2, 512, 512)]
-    assert prompt_steps(5000, 2048, 1) == [
-        StepLoad(1, 2048, 2048),
-        StepLoad(1, 2048, 4096),
-        StepLoad(1, 904, 5000),
-    ]
-    for prompt, chunk, seqs in itertools.product((1, 7, 100), (1, 7, 64), (1, 3)):
-        steps = prompt_steps(prompt, chunk, seqs)
-        assert sum(step.num_tokens for step in steps) == prompt * seqs
-        assert all(step.num_tokens <= chunk for step in steps)
+def test_a_step_that_comes_again_is_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reckoned: list[StepLoad] = []
+    step = CostModel.step
+
+    def counted(self: CostModel, load: StepLoad, *rest: Any) -> StepTime:
+        reckoned.append(load)
+        return step(self, load, *rest)
+
+    monkeypatch.setattr(CostModel, "step", counted)
+    limits = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=64)
+    profile = table_profile(None, "epyc 7543", 256 << 30)
+    plan = make_plan(seven_b(), profile, config(limits=limits))
+    assert plan.full_concurrency == 64
+    # 512 tokens in steps of 16, for one request and for all, and a step of answers of each.
+    assert len(reckoned) == 2 * 32 + 2
+    one, full = (plan.predictions[name] for name in ("ttft_1", "ttft_full"))
+    assert full.seconds == pytest.approx(64 * one.seconds)
+    assert full.parts == pytest.approx({k: 64 * v for k, v in one.parts.items()})
 
 
 def test_a_small_accelerator_of_the_simulator_has_no_context() -> None:

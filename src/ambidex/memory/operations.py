@@ -162,31 +162,11 @@ def host_step_parts(processor: Processor, shape: ModelShape, load: StepLoad) -> 
     return parts
 
 
-def ttft_s(
-    processor: Processor,
-    shape: ModelShape,
-    num_prompt: int,
-    max_num_batched_tokens: int,
-    num_seqs: int = 1,
-) -> float:
-    """Seconds to the first token of ``num_seqs`` prompts of ``num_prompt`` tokens that come
-    together: in steps of ``max_num_batched_tokens``."""
-    return sum(
-        host_step_s(processor, shape, load)
-        for load in prefill_steps(num_prompt, max_num_batched_tokens, num_seqs)
-    )
-
-
-def tpot_s(processor: Processor, shape: ModelShape, num_seqs: int, num_context: int) -> float:
-    """Seconds between two tokens of each of ``num_seqs`` sequences of ``num_context`` tokens."""
-    return host_step_s(processor, shape, StepLoad(num_seqs, 1, num_context))
-
-
 def prefill_steps(
     num_prompt: int, max_num_batched_tokens: int, num_seqs: int = 1
 ) -> Iterator[StepLoad]:
-    """The steps that compute ``num_seqs`` prompts of ``num_prompt`` tokens. Prompts that fit into
-    a step go together; longer ones are cut."""
+    """The steps that compute ``num_seqs`` prompts of ``num_prompt`` tokens that come together.
+    Prompts that fit into a step go together; longer ones are cut."""
     if num_prompt <= max_num_batched_tokens:
         together = max_num_batched_tokens // num_prompt
         for first in range(0, num_seqs, together):

@@ -9,6 +9,7 @@ an engine does.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from ambidex.memory.cost_model import CostModel, StepTime
 from ambidex.memory.judge import TYPICAL_PROMPT, typical_mix
 from ambidex.memory.ledger import HOST, Ledger, MemorySnapshot, format_bytes, format_seconds
 from ambidex.memory.model_shape import ModelShape
-from ambidex.memory.operations import StepLoad
+from ambidex.memory.operations import StepLoad, prefill_steps
 from ambidex.memory.placement import ModuleSize, Placement, PlacementPlan, plan_placement
 from ambidex.memory.profile import HardwareProfile
 from ambidex.memory.proposals import changes
@@ -431,12 +432,16 @@ def _predict(
         ring_bytes=None if placement is None else placement.staging_bytes,
         compress=offload.compress,
     )
-    table = None if placement is None else placement.split_table
+    shares = placement.split_table if placement is not None else None
+    shares = shares or SplitTable(((1, 0.0),))
     #: Half of the answer is there, on average.
     context = prompt + output // 2
 
     def predict(name: str, loads: Iterable[StepLoad]) -> Prediction:
-        return _sum(name, [model.step(load, table or SplitTable(((1, 0.0),))) for load in loads])
+        # Requests that are alike have the same steps: each kind is reckoned once.
+        steps = Counter(loads)
+        found = [(model.step(load, shares), number) for load, number in steps.items()]
+        return _sum(name, found)
 
     def many(number: int) -> str:
         return "1 request" if number == 1 else f"{number:,} requests"
@@ -444,37 +449,24 @@ def _predict(
     return {
         "ttft_1": predict(
             f"first token of a prompt of {prompt:,} tokens, {many(1)}",
-            prompt_steps(prompt, _chunk(config), 1),
+            prefill_steps(prompt, _chunk(config), 1),
         ),
         "tpot_1": predict(f"a token, {many(1)}", [StepLoad(1, 1, context)]),
         "ttft_full": predict(
             f"last first token of prompts of {prompt:,} tokens, {many(full)} at once",
-            prompt_steps(prompt, _chunk(config), full),
+            prefill_steps(prompt, _chunk(config), full),
         ),
         "tpot_full": predict(f"a token of each, {many(full)}", [StepLoad(full, 1, context)]),
     }
 
 
-def prompt_steps(prompt: int, chunk: int, num_seqs: int) -> list[StepLoad]:
-    """The steps that compute ``num_seqs`` prompts that come together, ``chunk`` tokens at most in
-    each: short ones together, long ones in pieces."""
-    if prompt <= chunk:
-        together = chunk // prompt
-        counts = [min(together, num_seqs - first) for first in range(0, num_seqs, together)]
-        return [StepLoad(count, prompt, prompt) for count in counts]
-    pieces = [
-        StepLoad(1, min(chunk, prompt - start), min(start + chunk, prompt))
-        for start in range(0, prompt, chunk)
-    ]
-    return pieces * num_seqs
-
-
-def _sum(name: str, steps: Sequence[StepTime]) -> Prediction:
+def _sum(name: str, steps: Sequence[tuple[StepTime, int]]) -> Prediction:
+    """Steps one after the other, each so many times."""
     parts: dict[str, float] = {}
     limits: dict[str, float] = {}
-    for step in steps:
-        limits[step.limit] = limits.get(step.limit, 0.0) + step.seconds
+    for step, number in steps:
+        limits[step.limit] = limits.get(step.limit, 0.0) + number * step.seconds
         for resource, seconds in step.parts.items():
-            parts[resource] = parts.get(resource, 0.0) + seconds
+            parts[resource] = parts.get(resource, 0.0) + number * seconds
     limit = max(limits, key=lambda each: limits[each])
-    return Prediction(name, sum(step.seconds for step in steps), limit, parts)
+    return Prediction(name, sum(limits.values()), limit, parts)

@@ -10,8 +10,7 @@ from ambidex.device.profile_cache import known_machine, this_machine
 from ambidex.errors import OutOfMemory
 from ambidex.memory.cost_model import CostModel
 from ambidex.memory.judge import TYPICAL_PROMPT
-from ambidex.memory.operations import StepLoad
-from ambidex.memory.planner import prompt_steps
+from ambidex.memory.operations import StepLoad, prefill_steps
 from ambidex.weights.hub import cache_dir
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def foretell(predict: Predict, config: EngineConfig, max_model_len: int) -> dict
     request, and one of as many as may run."""
     limits = config.scheduler
     prompt = min(TYPICAL_PROMPT, max(max_model_len - 1, 1))
-    steps = prompt_steps(prompt, limits.max_num_batched_tokens, 1)
+    steps = prefill_steps(prompt, limits.max_num_batched_tokens)
     found = {
         f"first token of a prompt of {prompt:,} tokens": sum(map(predict, steps)),
         "a token, 1 request": predict(StepLoad(1, 1, prompt)),
