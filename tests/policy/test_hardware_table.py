@@ -142,6 +142,13 @@ def test_nothing_near_names_all() -> None:
     with pytest.raises(OptionError) as caught:
         find_host("zzzzzz")
     assert all(row.name in str(caught.value) for row in CPUS)
+    assert "Known are " in str(caught.value) and "nearest" not in str(caught.value)
+
+
+def test_a_part_of_names_names_those() -> None:
+    with pytest.raises(OptionError, match="nearest are EPYC 7543, EPYC 7763") as caught:
+        find_host("epyc")
+    assert "Xeon" not in str(caught.value)
 
 
 def test_numbers_of_a_gpu() -> None:
@@ -180,6 +187,9 @@ def test_numbers_of_a_host() -> None:
         ("memory=24GB,bandwidth=1TB/s,flops=0", "'flops' must be more than 0"),
         ("memory=24GB,bandwidth=1TB/s,flops=1T,pcie=4x3", "'4x3' is no value of 'pcie'"),
         ("memory=24GB,bandwidth=1TB/s,flops=nan", "'nan' is no value of 'flops'"),
+        ("memory=24GB,bandwidth=936Gb/s,flops=1T", "would be bits, and is taken in bytes"),
+        ("memory=24GB,bandwidth=1TB/s,flops=1T,link=25Gbps", "or write link=25GBps if bytes"),
+        ("memory=24GB,bandwidth=7Gbit/s,flops=1T", "'7Gbit/s' is no value of 'bandwidth'"),
         ("bandwidth=936,flops=71T,memory=24GB", "lacks a unit: write bandwidth=936GB/s, or what"),
         ("bandwidth=1TB/s,flops=71,memory=24GB", "lacks a unit: write flops=71TFLOP/s"),
         ("bandwidth=1TB/s,flops=71T,memory=24", "lacks a unit: write memory=24GB"),

@@ -508,10 +508,13 @@ def _find(
         if found is not None:
             return found
     near = [keys[near] for near in difflib.get_close_matches(key, keys, 6, 0.5)]
-    near = list(dict.fromkeys(near))[:3] or list(names)
+    # "epyc" is a word of several names.
+    words = set(_words(text))
+    near = list(dict.fromkeys(near))[:3] or [n for n in names if words & set(_words(n))]
+    which = f"The nearest are {', '.join(near)}" if near else f"Known are {', '.join(names)}"
     raise OptionError(
-        f"{option} {text!r} is no {kind} that is known here. The nearest are {', '.join(near)}. Or "
-        f"give its numbers: {option} {example}."
+        f"{option} {text!r} is no {kind} that is known here. {which}. Or give its numbers: "
+        f"{option} {example}."
     )
 
 
@@ -593,6 +596,11 @@ def _parse(
             )
         if key in values:
             raise OptionError(f"{option}: '{key}' is given twice.")
+        if keys[key] is _bandwidth and re.search(r"[KMGT]b(?!it)", value):
+            raise OptionError(
+                f"{option}: '{key}={value}' would be bits, and is taken in bytes: divide it by 8, "
+                f"or write {key}={value.replace('b', 'B')} if bytes are meant."
+            )
         try:
             if not equals or not value:
                 raise ValueError(value)
