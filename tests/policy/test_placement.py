@@ -532,6 +532,8 @@ def test_more_than_the_host_has() -> None:
     by_pattern = refusal(modules, 140 * MIB, 50 * MIB, patterns=("*.mlp",), profile=FAST_HOST)
     assert "80.00 MiB of weights would stay in host memory, of which 50.00" in by_pattern
     assert "16.00 MiB there are enough" in by_pattern and "Leave it out" in by_pattern
+    for_nothing = refusal(modules, 160 * MIB, 50 * MIB, patterns=("*.mlp",), profile=FAST_HOST)
+    assert "All of them fit the accelerator, which is what happens without" in for_nothing
     neither = refusal(modules, 50 * MIB, 50 * MIB, profile=FAST_HOST)
     assert "106.00 MiB of weights would stay in host memory" in neither
     assert "the accelerator has 50.00 MiB for them. Free memory" in neither

@@ -506,6 +506,14 @@ def test_too_big_for_every_proposal() -> None:
     assert "a machine with more memory, or a smaller model" in str(caught.value)
 
 
+def test_a_host_too_small_for_its_part_of_steps_says_what_helps() -> None:
+    profile = table_profile("A100-80", "epyc 7543", 1 << 30)
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), profile, config())
+    assert "of host memory beside the accelerator's, and 804.00 MiB are free" in caught.value.reason
+    assert "Lower --max-model-len, --max-num-batched-tokens or" in caught.value.reason
+
+
 def test_a_refusal_crosses_processes() -> None:
     shape, profile, base = REFUSED["more than the host"]
     with pytest.raises(PlanRefused) as caught:

@@ -301,9 +301,12 @@ class _Planner(Drafts):
         free = self._with(cpu_offload_bytes=None, patterns=())
         least = free._least_of_any()
         if least is not None and self._fits(least):
+            enough = f"{format_bytes(least.host_bytes)} there are enough"
+            if not least.host_bytes:
+                enough = "All of them fit the accelerator"
             raise OutOfMemory(
-                f"{text}{format_bytes(least.host_bytes)} there are enough, which is what happens "
-                f"without {self._request}. Leave it out, or free memory."
+                f"{text}{enough}, which is what happens without {self._request}. Leave it out, or "
+                "free memory."
             )
         raise OutOfMemory(
             f"{text}The weights take {format_bytes(self.total)}, and the accelerator has "

@@ -39,6 +39,7 @@ from ambidex.memory.step_memory import (
     comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
+    reserve_host_part,
     room_for_kv,
     rope_bytes,
 )
@@ -272,7 +273,7 @@ def _plan(
     if lane is not host:
         lane.reserve("graphs", "captured steps", graph_bytes(sizes, captured))
         lane.reserve("activations", "tables of positions", rope_bytes(shape, kv.max_model_len))
-        host.reserve("activations", "the host's part of steps", step_bytes(kv.max_model_len))
+        reserve_host_part(host, step_bytes(kv.max_model_len))
     lane.reserve("activations", "steps", step_bytes(kv.max_model_len))
     lane.reserve(
         "kv_cache",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ambidex.config import CacheConfig, CheckpointConfig, OffloadConfig, SchedulerConfig
 from ambidex.errors import OutOfMemory
 from ambidex.memory.expert_cache import MAX_ROWS
-from ambidex.memory.ledger import Ledger, format_bytes
+from ambidex.memory.ledger import Ledger, Reservation, format_bytes
 from ambidex.memory.model_shape import KVShape, ModelShape
 from ambidex.memory.sizing import ASKED_KV_SHARE, GroupSize, kv_bytes_within, least_kv_bytes
 
@@ -24,6 +24,8 @@ MIN_GATHERED = 1 << 15
 KV_DIVISOR = 8
 #: Rotation tables grow by this many positions.
 ROPE_CHUNK = 1024
+#: The name of what steps beside an accelerator take of the host.
+HOST_PART = "the host's part of steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,19 @@ def check_room_for_weights(ledger: Ledger, needs: Mapping[str, int]) -> None:
         f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
         "--gpu-memory-utilization)."
     )
+
+
+def reserve_host_part(host: Ledger, num_bytes: int) -> Reservation:
+    """Of the host, what steps beside an accelerator take there; raises OutOfMemory where weights
+    leave too little."""
+    if num_bytes > host.free_bytes:
+        raise OutOfMemory(
+            f"Steps need {format_bytes(num_bytes)} of host memory beside the accelerator's, and "
+            f"{format_bytes(host.free_bytes)} are free for them: weights there take "
+            f"{format_bytes(host.reserved_bytes('weights'))}. Lower --max-model-len, "
+            "--max-num-batched-tokens or --max-num-seqs, or free memory."
+        )
+    return host.reserve("activations", HOST_PART, num_bytes)
 
 
 def graph_rows(max_num_seqs: int) -> list[int]:

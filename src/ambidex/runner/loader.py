@@ -42,6 +42,7 @@ from ambidex.memory.sizing import (
     size_kv_cache,
 )
 from ambidex.memory.step_memory import (
+    HOST_PART,
     StepSizes,
     activation_bytes,
     check_room_for_weights,
@@ -49,6 +50,7 @@ from ambidex.memory.step_memory import (
     graph_bytes,
     graph_rows,
     layer_bytes,
+    reserve_host_part,
     room_for_kv,
 )
 from ambidex.models.registry import build_model, model_config
@@ -88,7 +90,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-HOST_PART = "the host's part of steps"
 KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
@@ -345,7 +346,7 @@ class _Loading:
         self._host_part: Reservation | None = None
         if self._accelerator is not None:
             num_bytes = self._sizes.step_bytes(self._memory.size.max_model_len)
-            self._host_part = hands.host.ledger.reserve("activations", HOST_PART, num_bytes)
+            self._host_part = reserve_host_part(hands.host.ledger, num_bytes)
             assert hands.host_memory is not None
             hands.host_memory.limit_bytes = layer_bytes(self._sizes.steps, config.scheduler)
 
