@@ -140,10 +140,11 @@ def convert(option: Option, raw: Any, where: str) -> Any:
     except ValueError as error:
         shown = "this value" if option.secret else _written(raw)
         detail = f" ({error})" if str(error) else ""
-        hint = f" ({option.unit})" if option.unit else ""
-        raise OptionError(
-            f"{where} must be {EXPECTED[option.type]}{hint}, not {shown}{detail}."
-        ) from None
+        expected = EXPECTED[option.type]
+        # "a number of GiB" says the unit itself.
+        says_unit = option.unit in expected
+        hint = "" if says_unit else f" ({option.unit})"
+        raise OptionError(f"{where} must be {expected}{hint}, not {shown}{detail}.") from None
     if isinstance(value, str) and option.normal:
         value = option.normal.get(value.lower(), value)
     if option.choices and value is not None:

@@ -518,6 +518,8 @@ def _read_file(file: FileOptions, table: _Table) -> tuple[list[_Given], list[str
         option, negated = table.find_key(head)
         if option is None or (path and not option.takes_path):
             near = hint(entry) or table.nearest(head)
+            if table.find_key(head.lstrip("-"))[0] is not None:
+                near = "In a file options are written without dashes before them."
             raise OptionError(f"{entry.where}: unknown option {entry.key!r}. {near}")
         if option.dest in ("config", *_ACTIONS):
             raise OptionError(f"{entry.where}: {entry.key} belongs on the command line.")

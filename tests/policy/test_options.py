@@ -562,6 +562,8 @@ def test_a_yaml_file(tmp_path: Path) -> None:
     ("text", "part"),
     [
         ("prot: 1\n", "line 1: unknown option 'prot'. The nearest option is --port."),
+        ("--port: 1\n", "unknown option '--port'. In a file options are written without dashes"),
+        ("cpu-offload-gb: .inf\n", "40GB or a number of GiB, not inf."),
         (
             "model: m\nport: 1\nport: 2\n",
             "line 3: port says 2, and port on line 2 says 1:",
