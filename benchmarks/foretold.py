@@ -35,7 +35,7 @@ from ambidex.device.probe import measure_host
 from ambidex.engine.engine import Engine
 from ambidex.kernels.cpu.levels import machine_name
 from ambidex.kernels.cpu.topology import plan_threads
-from ambidex.memory.operations import StepLoad, host_step_parts, tpot_s, ttft_s
+from ambidex.memory.operations import StepLoad, host_step_parts, host_step_s, prefill_steps
 from ambidex.memory.profile import Processor
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.weights.shape import model_shape
@@ -255,8 +255,11 @@ def judge(case: Case, folder: Path, threads: int, verbose: bool) -> Outcome:
             processor = probe(engine)
             others = watch.share()
             predicted = (
-                ttft_s(processor, shape, case.prompt, case.chunk, case.batch),
-                tpot_s(processor, shape, case.batch, context),
+                sum(
+                    host_step_s(processor, shape, load)
+                    for load in prefill_steps(case.prompt, case.chunk, case.batch)
+                ),
+                host_step_s(processor, shape, StepLoad(case.batch, 1, context)),
             )
             watch.share()
             measured = Measurement(engine, case).run()

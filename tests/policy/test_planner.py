@@ -514,6 +514,38 @@ def test_a_host_too_small_for_its_part_of_steps_says_what_helps() -> None:
     assert "Lower --max-model-len, --max-num-batched-tokens or" in caught.value.reason
 
 
+def small_gpu(size: str) -> HardwareProfile:
+    numbers = f"memory={size},bandwidth=100GB/s,flops=10T,link=4GB/s"
+    return table_profile(numbers, "epyc 7543", 64 << 30)
+
+
+def test_steps_too_large_for_the_accelerator_come_with_smaller_ones() -> None:
+    """The refusal names limits that leave weights what it says, and they are planned."""
+    profile = small_gpu("2.4GiB")
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), profile, config())
+    match = re.search(
+        r"--max-num-batched-tokens (\d+) --max-num-seqs (\d+) leave ([\d.]+) MiB for weights",
+        caught.value.reason,
+    )
+    assert match is not None
+    tokens, seqs, left = int(match[1]), int(match[2]), float(match[3])
+    assert f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}" in str(caught.value)
+    limits = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    plan = make_plan(seven_b(), profile, dataclasses.replace(config(), scheduler=limits))
+    taken = plan.memories[1].accounts
+    others = sum(taken[name] for name in ("weights", "staging"))
+    assert 0 < others <= (left + 1) * 2**20
+
+
+def test_capturing_nothing_is_the_last_way_out() -> None:
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), small_gpu("2GiB"), config())
+    assert [proposal.flags for proposal in caught.value.proposals] == [
+        "--max-num-seqs 16 --max-num-batched-tokens 512 --enforce-eager"
+    ]
+
+
 def test_a_refusal_crosses_processes() -> None:
     shape, profile, base = REFUSED["more than the host"]
     with pytest.raises(PlanRefused) as caught:

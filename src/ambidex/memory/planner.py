@@ -227,7 +227,7 @@ def _plan(
             "decompressing a weight": unpacked,
             of_kv: kv_room,
         }
-        check_room_for_weights(lane, needs)
+        check_room_for_weights(lane, needs, sizes, limits)
         comfortable = comfortable_kv_bytes(
             config.offload,
             shape.weight_bytes,

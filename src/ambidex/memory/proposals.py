@@ -12,6 +12,7 @@ from ambidex.errors import OptionError, OutOfMemory
 from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.placement import FORBIDS
 from ambidex.memory.sizing import KVSize
+from ambidex.memory.step_memory import SMALLER_STEPS, smaller_steps
 from ambidex.memory.weight_places import WeightKind
 
 #: ``--quantization`` -> bits a weight, scales included: groups of 32 with two bytes, or with four.
@@ -19,8 +20,6 @@ from ambidex.memory.weight_places import WeightKind
 QUANTISED_BITS = {"int8": 8.5, "int4": 5.0}
 #: Of a shorter context that is proposed: free memory is not quite the same at the next try.
 SHORTER = (1.0, 0.9)
-#: Of fewer requests and smaller steps.
-SMALL_SEQS, SMALL_STEP = 16, 512
 
 
 class Planned(Protocol):
@@ -90,11 +89,13 @@ def changes(
         if names:
             freed = replace(freed, offload=free)
             yield from change(f"{flags}leave out {' and '.join(names)}", freed)
-    yield from change(*_smaller_steps(config))
+    flags, smaller = _smaller_steps(config)
+    yield from change(flags, smaller)
     if config.cache.kv_cache_dtype != "int8":
         yield from change("--kv-cache-dtype int8", _with_cache(config, kv_cache_dtype="int8"))
     for kind in kinds:
         yield from change(f"--quantization {kind}", _quantised(config, kind))
+    yield from change(f"{flags} --enforce-eager", replace(smaller, enforce_eager=True))
 
 
 def _shorter(
@@ -139,11 +140,11 @@ def _free_cache(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def _smaller_steps(config: EngineConfig) -> tuple[str, EngineConfig]:
-    limits = config.scheduler
-    seqs = min(limits.max_num_seqs, SMALL_SEQS)
-    tokens = min(limits.max_num_batched_tokens, SMALL_STEP)
-    smaller = replace(limits, max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    flags = f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}"
+    smaller = smaller_steps(config.scheduler, *SMALLER_STEPS[0])
+    flags = (
+        f"--max-num-seqs {smaller.max_num_seqs} "
+        f"--max-num-batched-tokens {smaller.max_num_batched_tokens}"
+    )
     return flags, replace(config, scheduler=smaller)
 
 

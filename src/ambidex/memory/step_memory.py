@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ambidex.config import CacheConfig, CheckpointConfig, OffloadConfig, SchedulerConfig
 from ambidex.errors import OutOfMemory
@@ -22,6 +22,8 @@ MAX_CAPTURED_ROWS = 16
 MIN_GATHERED = 1 << 15
 #: Where weights leave an accelerator anyway, one request may take this part of its memory.
 KV_DIVISOR = 8
+#: Limits that are proposed where steps take too much: tokens of a step, requests at a time.
+SMALLER_STEPS = ((512, 16), (128, 16))
 #: Rotation tables grow by this many positions.
 ROPE_CHUNK = 1024
 #: The name of what steps beside an accelerator take of the host.
@@ -97,18 +99,41 @@ def layer_bytes(sizes: StepSizes, limits: SchedulerConfig) -> int:
     return 4 * limits.max_num_batched_tokens * row
 
 
-def check_room_for_weights(ledger: Ledger, needs: Mapping[str, int]) -> None:
-    """Raises OutOfMemory where what an accelerator ``needs`` beside weights leaves nothing."""
+def check_room_for_weights(
+    ledger: Ledger, needs: Mapping[str, int], sizes: StepSizes, limits: SchedulerConfig
+) -> None:
+    """Raises OutOfMemory where what an accelerator ``needs`` beside weights, for steps of
+    ``limits``, leaves nothing."""
     total, free = sum(needs.values()), ledger.free_bytes
     if total < free:
         return
     parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
+    advice = "Lower --max-num-batched-tokens or --max-num-seqs,"
+    for tokens, seqs in SMALLER_STEPS:
+        smaller = smaller_steps(limits, tokens, seqs)
+        # Results of a context cancel out.
+        saved = activation_bytes(sizes, limits, 1) - activation_bytes(sizes, smaller, 1)
+        left = free - total + saved
+        if left >= free / 8:
+            advice = (
+                f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs "
+                f"{smaller.max_num_seqs} leave {format_bytes(left)} for weights. Or lower"
+            )
+            break
     raise OutOfMemory(
         f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
-        f"need {format_bytes(total)}, {', '.join(parts)}. Lower --max-num-batched-tokens or "
-        "--max-num-seqs, --kv-cache-memory-bytes or --max-model-len, or give more than "
-        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
-        "--gpu-memory-utilization)."
+        f"need {format_bytes(total)}, {', '.join(parts)}. {advice} --kv-cache-memory-bytes or "
+        f"--max-model-len, or give more than {format_bytes(total)} of the accelerator (--device, "
+        "--gpu-memory-limit, --gpu-memory-utilization)."
+    )
+
+
+def smaller_steps(limits: SchedulerConfig, tokens: int, seqs: int) -> SchedulerConfig:
+    """``limits`` with no more than so many tokens a step and requests at a time."""
+    return replace(
+        limits,
+        max_num_seqs=min(limits.max_num_seqs, seqs),
+        max_num_batched_tokens=min(limits.max_num_batched_tokens, tokens),
     )
 
 

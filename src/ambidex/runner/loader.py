@@ -365,7 +365,7 @@ class _Loading:
             "the KV cache": room,
         }
         ledger = self._accelerator.ledger
-        check_room_for_weights(ledger, needs)
+        check_room_for_weights(ledger, needs, sizes.steps, self._config.scheduler)
         comfortable = comfortable_kv_bytes(
             self._config.offload,
             sum(self._planned.values()),
