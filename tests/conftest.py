@@ -194,7 +194,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(kind: str, *, tokenizer: bool = False, **sizes: int) -> Path:
         model = (kind, *sorted(sizes.items()))
         if (model, False) not in made:
-            made[model, False] = _save_tiny(kind, tmp_path_factory.mktemp(kind), sizes)
+            made[model, False] = save_tiny(kind, tmp_path_factory.mktemp(kind), sizes)
         if (model, tokenizer) not in made:
             folder = tmp_path_factory.mktemp(f"{kind}-text")
             shutil.copytree(made[model, False], folder, dirs_exist_ok=True)
@@ -205,7 +205,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make
 
 
-def _save_tiny(kind: str, folder: Path, changes: Mapping[str, int]) -> Path:
+def save_tiny(kind: str, folder: Path, changes: Mapping[str, int]) -> Path:
+    """Writes a random model of an architecture, its configuration changed so; the folder."""
     import torch
     import transformers
 

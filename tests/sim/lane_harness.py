@@ -276,3 +276,13 @@ def num_rows(parameter: Parameter) -> int:
     """Outputs of a matrix; those of a gate and what it is multiplied with count once."""
     is_paired = isinstance(parameter, Matrix) and parameter.is_paired
     return parameter.shape[0] // (2 if is_paired else 1)
+
+
+def thirds(parameter: Parameter) -> Place:
+    """A matrix in three parts, as far as it has rows; experts and tables on the host."""
+    rows = num_rows(parameter)
+    if isinstance(parameter, Experts | Table):
+        return Place(0, lambda _: 0)
+    resident = rows // 3 // 64 * 64
+    streamed = min(max((rows - resident) // 128 * 64, 64), rows)
+    return Place(resident, lambda _: streamed)

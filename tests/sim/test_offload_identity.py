@@ -25,6 +25,7 @@ from lane_harness import (
     place_by,
     prompts,
     run,
+    thirds,
 )
 
 from ambidex.config import OffloadConfig
@@ -189,15 +190,6 @@ def test_split(subject: Subject, enforce_eager: bool, monkeypatch: pytest.Monkey
     assert_streamed(ran)
     assert all(ran.counts[f"rows_{place}"] > 0 for place in ("resident", "streamed", "host"))
     assert (ran.num_replays > 0) != enforce_eager
-
-
-def thirds(parameter: Parameter) -> Place:
-    rows = num_rows(parameter)
-    if isinstance(parameter, Experts | Table):
-        return Place(0, lambda _: 0)
-    resident = rows // 3 // 64 * 64
-    streamed = min(max((rows - resident) // 128 * 64, 64), rows)
-    return Place(resident, lambda _: streamed)
 
 
 @pytest.mark.parametrize("mode", ["compute", "stream", "split"])
