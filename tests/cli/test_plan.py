@@ -565,6 +565,20 @@ def test_an_accelerator_may_be_what_is_too_small(call_command: Command) -> None:
     assert call_command("plan", "qwen2.5-7b", "--gpu", gpu, "-q", "int4").code == 0
 
 
+def test_a_small_accelerator_has_its_size_in_mib(call_command: Command) -> None:
+    def gpu(size: str) -> tuple[str, ...]:
+        return ("--gpu", f"memory={size},bandwidth=99GB/s,flops=9T", "--ram", "64GB")
+
+    words = ("plan", SMALL, "--max-num-seqs", "4", "--max-num-batched-tokens", "128")
+    done = call_command(*words, *gpu("64MiB"))
+    assert done.code == 1 and "leave nothing of it for weights" in done.err
+    # Steps are as small as those that would be named.
+    assert "--max-num-seqs or" not in done.err and "Give more than" in done.err
+    size = int(re.findall(r"an accelerator of (\d+) MiB with these options", done.err)[0])
+    assert call_command(*words, *gpu(f"{size}MiB")).code == 0
+    assert call_command(*words, *gpu(f"{size - 64}MiB")).code == 1
+
+
 def _config(tmp_path: Path, **fields: Any) -> str:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
     counts = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}

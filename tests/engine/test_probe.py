@@ -94,10 +94,14 @@ def test_the_simulated_link_is_what_was_asked_for() -> None:
 
 def test_a_machine_with_an_accelerator_has_both(tmp_path: Path) -> None:
     def measure(
-        config: EngineConfig, plan: ThreadPlan, name: str, num_bytes: int
+        config: EngineConfig,
+        plan: ThreadPlan,
+        name: str,
+        num_bytes: int,
+        host: HardwareProfile | None,
     ) -> HardwareProfile:
         with ThreadPoolExecutor(1) as thread:
-            task = thread.submit(measure_machine, config, plan, name, num_bytes, SHORT)
+            task = thread.submit(measure_machine, config, plan, name, num_bytes, host, SHORT)
             return task.result()
 
     device = DeviceConfig("sim:memory=64MiB,link=2GB/s,latency=10us")

@@ -154,7 +154,7 @@ def test_what_fits_stays() -> None:
     assert result.notes == () and result.warnings == ()
     assert describe(result) == [
         "weights: 152.00 MiB on the accelerator, 0 bytes on the host (0%)",
-        "offload: asked for what does not fit, placed 0 bytes",
+        "offload: none, all weights fit the accelerator",
     ]
 
 
@@ -330,6 +330,38 @@ def test_more_than_there_is() -> None:
         "asks for 1.00 TiB; all that may leave the accelerator are 152.00" in (result.warnings[0])
     )
     assert "100% of the weights" in result.warnings[1]
+    assert (
+        "16.00 MiB are enough: leave --cpu-offload-gb (1.00 TiB) out. Fewer bits (--quantization "
+        "int8 or int4) leave less there."
+    ) in result.warnings[1]
+
+
+def test_what_is_quantised_already_is_not_told_to_be() -> None:
+    shape = shape_of(model())
+    low = replace(shape, weights=tuple(replace(w, columns=4 * w.columns) for w in shape.weights))
+    for each, device, host in ((shape, 20 * MIB, 1 << 50), (shape, 20 * MIB, 1), (shape, 1, 1)):
+        said = []
+        for made in (each, low):
+            try:
+                result = plan_placement(made, device, host, OffloadConfig(), FAST_HOST)
+                said.append(" ".join(result.warnings))
+            except OutOfMemory as error:
+                said.append(str(error))
+        plain, few = said
+        assert "--quantization int8 or int4" in plain, plain
+        assert few and "--quantization" not in few, few
+
+
+@pytest.mark.parametrize(("device", "streams"), [(5e9, False), (2e10, True)])
+def test_rows_that_are_never_streamed_are_not_said_to_be(device: float, streams: bool) -> None:
+    """An accelerator that is no faster than the host has its hands full with its own rows."""
+    rate = {"float32": ProductRate(((1, 5e10),))}
+    slow = replace(machine(4e9, 5e9), device=Processor("device", 1 << 50, device, rate))
+    result = plan(model(), total(model()) - 30 * MIB, profile=slow)
+    assert result.mode == "split" and result.split_table is not None
+    assert result.split_table.streams == streams
+    (note,) = (note for note in result.notes if "multiplies" in note)
+    assert ("and others are streamed" in note) == streams
 
 
 def test_patterns_take_all_that_they_name() -> None:

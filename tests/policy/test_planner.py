@@ -546,6 +546,22 @@ def test_capturing_nothing_is_the_last_way_out() -> None:
     ]
 
 
+def test_the_host_alone_is_the_very_last_way_out() -> None:
+    """Of this machine; one that was described has an accelerator because that is asked about."""
+    described = small_gpu("1GiB")
+    here = dataclasses.replace(described, origin="measured")
+    for profile, flags in ((described, []), (here, ["--device cpu"])):
+        with pytest.raises(PlanRefused) as caught:
+            make_plan(seven_b(), profile, config())
+        assert [proposal.flags for proposal in caught.value.proposals] == flags
+    cpu = dataclasses.replace(config(), device=DeviceConfig("cpu"))
+    alone = make_plan(seven_b(), here, cpu)
+    assert caught.value.proposals[0].predictions == alone.predictions
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), table_profile("A10", "epyc 7543", 2 << 30), cpu)
+    assert "--device cpu" not in str(caught.value)
+
+
 def test_a_refusal_crosses_processes() -> None:
     shape, profile, base = REFUSED["more than the host"]
     with pytest.raises(PlanRefused) as caught:

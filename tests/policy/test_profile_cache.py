@@ -47,11 +47,22 @@ class Probe:
 
     def __init__(self) -> None:
         self.calls: list[tuple[ThreadPlan, str, int]] = []
+        #: Devices that were measured beside a host that was known.
+        self.devices: list[str] = []
 
     def __call__(
-        self, config: EngineConfig, plan: ThreadPlan, name: str, num_bytes: int
+        self,
+        config: EngineConfig,
+        plan: ThreadPlan,
+        name: str,
+        num_bytes: int,
+        host: HardwareProfile | None,
     ) -> HardwareProfile:
-        self.calls.append((plan, name, num_bytes))
+        if host is None:
+            self.calls.append((plan, name, num_bytes))
+        else:
+            assert host == PROFILE
+            self.devices.append(config.device.device)
         return PROFILE
 
 
@@ -176,15 +187,24 @@ def test_each_machine_and_each_choice_has_its_own(tmp_path: Path) -> None:
     for config in (
         replace(CONFIG, cpu_threads=2),
         replace(CONFIG, cpu_bind="none"),
-        replace(CONFIG, device=DeviceConfig("sim:memory=1GiB")),
     ):
         for _ in range(2):
             this_machine(config, folder, probe, roots[0])
     # Not pinning is a choice of its own only where threads would be pinned.
-    assert len(probe.calls) in (5, 6)
+    assert len(probe.calls) in (4, 5)
     # `auto` and `cpu` are the same.
     this_machine(replace(CONFIG, device=DeviceConfig("cpu")), folder, probe, roots[0])
-    assert len(probe.calls) in (5, 6)
+    assert len(probe.calls) in (4, 5)
+
+
+def test_the_host_is_measured_once_for_all_devices(tmp_path: Path) -> None:
+    probe, devices = Probe(), ["sim:memory=1GiB", "sim:memory=2GiB"]
+    for device in devices * 2:
+        this_machine(replace(CONFIG, device=DeviceConfig(device)), tmp_path, probe)
+    this_machine(CONFIG, tmp_path, probe)
+    assert (len(probe.calls), probe.devices) == (1, devices)
+    this_machine(replace(CONFIG, device=DeviceConfig(devices[0])), tmp_path, probe, anew=True)
+    assert (len(probe.calls), probe.devices) == (2, [*devices, devices[0]])
 
 
 def test_a_quota_is_part_of_it(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from ambidex.memory.profile import HardwareProfile
 
 _GIB = 1 << 30
+#: Sizes are multiples of it; from 2 GiB on, of whole GiB.
+_UNIT = 64 << 20
 #: More memory is not looked at.
-_MOST_GIB = 1 << 14
+_MOST = 1 << 44
 #: Of a size, that it is exact to.
 _STEPS = 32
 
@@ -30,24 +32,27 @@ def smallest_machine(
     from ambidex.memory.planner import fits
 
     def least(shape: ModelShape, config: EngineConfig, part: str) -> int | None:
-        """Whole GiB of one part of the machine that are enough; None: none are."""
+        """Bytes of one part of the machine that are enough; None: none are."""
         # Whatever fits in some mode fits in this one, which is planned soonest.
         quick = config
         if config.offload.mode == "auto":
             quick = replace(config, offload=replace(config.offload, mode="compute"))
 
-        def enough(gib: int) -> bool:
-            return fits(shape, _with(profile, part, gib), quick)
+        def enough(size: int) -> bool:
+            return fits(shape, _with(profile, part, size), quick)
 
-        if not enough(_MOST_GIB):
+        if not enough(_MOST):
             return None
-        low = getattr(profile, part).memory_bytes // _GIB
-        high = 2 * max(low, 1)
+        low = _rounded(getattr(profile, part).memory_bytes) - _UNIT
+        high = 2 * max(low, _UNIT)
         while not enough(high):
             low, high = high, 2 * high
-        while high - low > max(high // _STEPS, 1):
-            middle = (low + high) // 2
+        while high - low > max(high // _STEPS, _UNIT):
+            middle = _rounded((low + high) // 2)
+            if middle in (low, high):
+                break
             low, high = (low, middle) if enough(middle) else (middle, high)
+        high = _rounded(high)
         return high if fits(shape, _with(profile, part, high), config) else None
 
     found: dict[tuple[str, int], str] = {}
@@ -55,7 +60,10 @@ def smallest_machine(
         for part in ("host", "device") if profile.device is not None else ("host",):
             size = least(its_shape, its_config, part)
             if size is not None:
-                what = f"--ram {size}GiB" if part == "host" else f"an accelerator of {size} GiB"
+                number, unit = (size // _GIB, "GiB") if size % _GIB == 0 else (size >> 20, "MiB")
+                what = f"an accelerator of {number} {unit}"
+                if part == "host":
+                    what = f"--ram {number}{unit}"
                 found.setdefault((part, size), f"{what} {words}")
                 break
     ways = "; ".join(found.values())
@@ -87,7 +95,13 @@ def _ways(
         return
 
 
-def _with(profile: HardwareProfile, part: str, gib: int) -> HardwareProfile:
+def _rounded(num_bytes: int) -> int:
+    """Up to a size that people give memory."""
+    unit = _UNIT if num_bytes < 2 * _GIB else _GIB
+    return -(-num_bytes // unit) * unit
+
+
+def _with(profile: HardwareProfile, part: str, num_bytes: int) -> HardwareProfile:
     """The same machine with another size of the host's or the device's memory."""
-    processor = replace(getattr(profile, part), memory_bytes=gib * _GIB)
+    processor = replace(getattr(profile, part), memory_bytes=num_bytes)
     return replace(profile, **{part: processor})

@@ -175,6 +175,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     yield from _table([head, *cells(layers, ""), *cells(parts, " of all layers")])
     if plan.split_table:
         some = [f"{share:.0%} at {count:,}" for count, share in plan.split_table]
+        if not any(share for _, share in plan.split_table):
+            some = ["none at any number"]
         yield f"of the host's rows, streamed by tokens a step: {', '.join(some)}"
 
 

@@ -158,17 +158,22 @@ def measure_machine(
     plan: ThreadPlan,
     name: str,
     memory_bytes: int,
+    known: HardwareProfile | None = None,
     sizes: Sizes = FULL,
 ) -> HardwareProfile:
-    """The host, with the threads of ``plan``, and the accelerator that ``config`` asks for."""
-    host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
-    try:
-        processor = measure_host(host, name, memory_bytes, sizes)
-    finally:
-        host.close()
-    sources = (f"measured here, {plan.num_threads} threads",)
+    """The host, with the threads of ``plan``, unless it is ``known``; and the accelerator that
+    ``config`` asks for."""
+    if known is None:
+        host = CPUDevice(plan.num_threads, cpus=plan.cpus, nodes=plan.nodes, within=plan.within)
+        try:
+            processor = measure_host(host, name, memory_bytes, sizes)
+        finally:
+            host.close()
+        sources = (f"measured here, {plan.num_threads} threads",)
+        known = HardwareProfile(name, processor, origin="measured", sources=sources)
     if not config.device.names_accelerator:
-        return HardwareProfile(name, processor, origin="measured", sources=sources)
+        return known
+    processor = known.host
     core = ComputeRate(
         processor.reads_by_threads[0][1],
         processor.product("float32").flops(_MATRIX_ROWS) / plan.num_threads,
@@ -187,7 +192,7 @@ def measure_machine(
         back,
         link.latency_s,
         origin="measured",
-        sources=sources,
+        sources=known.sources,
     )
 
 

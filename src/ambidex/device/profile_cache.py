@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import ambidex
 from ambidex.cgroups import read_text
+from ambidex.config import DeviceConfig
 from ambidex.kernels.cpu.levels import choose_level, kernel_table_name, recorded_levels
 from ambidex.kernels.cpu.library import load
 from ambidex.kernels.cpu.topology import ThreadPlan, plan_threads, read_topology
@@ -47,8 +48,8 @@ _MAX_BYTES = 1 << 20
 LOCK_WAIT_S = 60.0
 _LOCK_POLL_S = 0.1
 
-#: measure(config, threads, name, memory bytes) -> profile
-Measure = Callable[["EngineConfig", ThreadPlan, str, int], HardwareProfile]
+#: measure(config, threads, name, memory bytes, the host's profile if it is known) -> profile
+Measure = Callable[["EngineConfig", ThreadPlan, str, int, HardwareProfile | None], HardwareProfile]
 
 
 def this_machine(
@@ -61,8 +62,8 @@ def this_machine(
 ) -> HardwareProfile:
     """The profile of the machine that this process runs on, with the threads and the device that
     ``config`` asks for: from ``folder`` unless ``anew``, or measured, which takes seconds, imports
-    PyTorch, and writes it there. One process measures at a time. ``measure`` and ``root`` are for
-    tests.
+    PyTorch, and writes it there. The host is measured once for all devices beside it. One process
+    measures at a time. ``measure`` and ``root`` are for tests.
 
     Raises OptionError for threads or a device that are not there.
     """
@@ -70,15 +71,20 @@ def this_machine(
     found = None if anew else _read(path, key)
     if found is not None:
         return found
+    host, what = None, "this machine"
+    if config.device.names_accelerator:
+        alone = dataclasses.replace(config, device=DeviceConfig())
+        host, what = this_machine(alone, folder, measure, root, anew=anew), config.device.device
     with _lock(path.with_suffix(".lock")):
         # Another process may have measured meanwhile.
         found = None if anew else _read(path, key)
         if found is not None:
             return found
-        logger.info("measuring this machine once; the result is kept in %s", path)
+        logger.info("measuring %s once; the result is kept in %s", what, path)
         before = read_strain(root)
-        profile = (measure or _measure)(config, plan, key["cpu"], key["memory_bytes"])
-        profile = with_strain(profile, before, read_strain(root))
+        profile = (measure or _measure)(config, plan, key["cpu"], key["memory_bytes"], host)
+        if host is None:
+            profile = with_strain(profile, before, read_strain(root))
         _write(path, key, profile)
     return profile
 
@@ -156,12 +162,18 @@ def _kernels() -> str:
     return choose_level(load().supported_levels(), recorded_levels(), forced)[0]
 
 
-def _measure(config: EngineConfig, plan: ThreadPlan, name: str, num_bytes: int) -> HardwareProfile:
+def _measure(
+    config: EngineConfig,
+    plan: ThreadPlan,
+    name: str,
+    num_bytes: int,
+    host: HardwareProfile | None,
+) -> HardwareProfile:
     from ambidex.device.probe import measure_machine
 
     # What runs native kernels is pinned: not this thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(measure_machine, config, plan, name, num_bytes).result()
+        return thread.submit(measure_machine, config, plan, name, num_bytes, host).result()
 
 
 # ------------------------------------------------------------------------------------ the file

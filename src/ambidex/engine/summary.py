@@ -41,7 +41,7 @@ def describe_engine(config: EngineConfig, lane: LoadedLane) -> EngineInfo:
         kernels=lane.hands.kernels.description,
         model_config=checkpoint.config.values,
         generation_config=dict(checkpoint.generation_config),
-        notes=[*lane.notes, *memory_report(memory, modules)["warnings"]],
+        notes=lane.notes,
         memory=memory,
         modules=modules,
         memory_nodes=lane.memory_nodes,
@@ -74,8 +74,7 @@ def memory_report(
         warnings.append(
             f"{share:.0%} of the weights ({format_bytes(cpu_weights)} of "
             f"{format_bytes(cpu_weights + gpu_weights)}) are in host memory, and steps are as fast "
-            f"as the CPU and the link allow. Free: {free}. Where that is enough, offload less "
-            "(--cpu-offload-gb); else choose a smaller model, or --quantization int4."
+            f"as the CPU and the link allow. Free: {free}."
         )
     return {
         "memories": [

@@ -99,6 +99,14 @@ class ModelShape:
         return sum(weight.num_bytes for weight in self.weights)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether matrices are numbers of 16 bits or more, which ``--quantization`` makes fewer."""
+        matrices = [w for w in self.weights if w.kind is not WeightKind.VECTOR]
+        return sum(w.num_bytes for w in matrices) * 8 >= 15 * sum(
+            w.num_parameters for w in matrices
+        )
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.kv)
 

@@ -136,6 +136,8 @@ def describe(plan: PlacementPlan) -> list[str]:
         f"offload: asked for {' of '.join(asked) or 'what does not fit'}, placed "
         f"{format_bytes(plan.offloaded_bytes)}"
     )
+    if not asked and not plan.offloaded_bytes:
+        line = "offload: none, all weights fit the accelerator"
     if plan.mode != "resident":
         counts = [
             f"{number} {placement.value}"
@@ -153,6 +155,7 @@ _HOW = {
     "compute": "The CPU multiplies with what is on the host",
     "stream": "What is on the host is streamed",
     "split": "The CPU multiplies with some rows of what is on the host, and others are streamed",
+    "cut": "The accelerator multiplies with some rows of a matrix, and the CPU with the others",
 }
 
 
@@ -231,7 +234,8 @@ class _Planner(Drafts):
             if draft.host_bytes:
                 notes.append(
                     f"The weights take {format_bytes(self.total)}, the accelerator has "
-                    f"{format_bytes(self.device_budget)} for them: "
+                    f"{format_bytes(self.device_budget)} for them"
+                    f"{f' and {_ring(draft)}' if draft.ring_layers else ''}: "
                     f"{format_bytes(draft.host_bytes)} stay on the host."
                 )
         self._check_host(draft)
@@ -252,12 +256,7 @@ class _Planner(Drafts):
             notes=tuple(notes),
         )
         if plan.cpu_share > LARGE_HOST_SHARE:
-            warnings.append(
-                f"{plan.cpu_share:.0%} of the weights ({format_bytes(plan.host_bytes)} of "
-                f"{format_bytes(plan.total_bytes)}) are on the CPU's side, whose memory or link "
-                "decides the speed. Weights in fewer bits (--quantization int8 or int4) leave "
-                "more of them on the accelerator."
-            )
+            warnings.append(self._much_on_the_host(plan))
         return replace(plan, warnings=tuple(warnings))
 
     @property
@@ -265,6 +264,14 @@ class _Planner(Drafts):
         if self.offload.cpu_offload_bytes:
             return f"--cpu-offload-gb ({format_bytes(self.offload.cpu_offload_bytes)})"
         return f"--offload-layers {' '.join(self.offload.patterns)}"
+
+    @property
+    def _smaller(self) -> str:
+        # What is quantised already is not quantised again.
+        bits = "fewer bits (--quantization int8 or int4)"
+        return (
+            f"choose a smaller model or {bits if self.judge.shape.is_plain else 'a smaller file'}"
+        )
 
     def _draft_asked(self) -> Draft:
         """What was asked for, by size or by patterns."""
@@ -310,9 +317,22 @@ class _Planner(Drafts):
             )
         raise OutOfMemory(
             f"{text}The weights take {format_bytes(self.total)}, and the accelerator has "
-            f"{format_bytes(self.device_budget)} for them. Free memory, or choose a smaller model "
-            "or fewer bits (--quantization int8 or int4)."
+            f"{format_bytes(self.device_budget)} for them. Free memory, or {self._smaller}."
         )
+
+    def _much_on_the_host(self, plan: PlacementPlan) -> str:
+        text = (
+            f"{plan.cpu_share:.0%} of the weights ({format_bytes(plan.host_bytes)} of "
+            f"{format_bytes(plan.total_bytes)}) are on the CPU's side, whose memory or link "
+            "decides the speed."
+        )
+        if (plan.asked_bytes or plan.patterns) and self.total > self.device_budget:
+            least = self._with(cpu_offload_bytes=None, patterns=())._least_of_any()
+            if least is not None and least.host_bytes < plan.host_bytes:
+                text += f" {format_bytes(least.host_bytes)} are enough: leave {self._request} out."
+        if self.judge.shape.is_plain:
+            text += " Fewer bits (--quantization int8 or int4) leave less there."
+        return text
 
     def _unneeded(self) -> Iterator[str]:
         spare = self.device_budget - self.total
@@ -349,8 +369,10 @@ class _Planner(Drafts):
             for rate in (self.judge.host_bytes_per_s, self.judge.link_bytes_per_s)
         )
         mix = self.judge.mix
+        table = self._table(draft)
+        how = "cut" if table is not None and not table.streams else draft.mode
         text = (
-            f"{_HOW[draft.mode]}: the CPU reads {host} there, and the link carries {link}. A token "
+            f"{_HOW[how]}: the CPU reads {host} there, and the link carries {link}. A token "
             f"of 1 request, of {mix.num_seqs:,}, and {mix.chunk_tokens:,} tokens of a prompt are "
             f"expected to take {_times(self.judge.seconds(draft))}"
         )
@@ -396,8 +418,7 @@ class _Planner(Drafts):
             return text + self._remedy()
         return (
             f"{text}{format_bytes(least.host_bytes)} would have to go there, where "
-            f"{format_bytes(self.host_budget)} are free. Free memory, or choose a smaller model "
-            "or fewer bits (--quantization int8 or int4)."
+            f"{format_bytes(self.host_budget)} are free. Free memory, or {self._smaller}."
         )
 
     def _too_small(self) -> str:
@@ -456,8 +477,7 @@ class _Planner(Drafts):
                 return f"{text[0].upper()}{text[1:]}."
         return (
             "Give the accelerator more memory (--gpu-memory-utilization, --gpu-memory-limit, or "
-            "fewer tokens a step with --max-num-batched-tokens), or choose a smaller model or "
-            "fewer bits (--quantization int8 or int4)."
+            f"fewer tokens a step with --max-num-batched-tokens), or {self._smaller}."
         )
 
     def _with(self, **changes: object) -> _Planner:

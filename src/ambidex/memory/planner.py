@@ -136,11 +136,13 @@ def make_plan(
     ``reshape(config)``: the shape of the same model with other options (of weights or KV cache);
     without it one is reckoned.
     """
-    if config.device.device == "cpu":
-        profile = replace(profile, device=None, link=None, link_back=None)
+    alone = replace(profile, device=None, link=None, link_back=None)
+    # Of a machine that was described, nobody said that it would be used without its accelerator.
+    is_left = profile.device and profile.origin == "measured" and config.device.device != "cpu"
 
     def plan(config: EngineConfig, shape: ModelShape) -> Plan:
-        return _plan(shape, profile, config, prompt_len, output_len)
+        machine = alone if config.device.device == "cpu" else profile
+        return _plan(shape, machine, config, prompt_len, output_len)
 
     try:
         return plan(config, shape)
@@ -157,6 +159,10 @@ def make_plan(
                     break
             if found:
                 break
+        if not found and is_left:
+            cpu = replace(config, device=replace(config.device, device="cpu"))
+            with contextlib.suppress(OutOfMemory, OptionError):
+                found.append(Proposal("--device cpu", plan(cpu, shape).predictions))
         raise PlanRefused(_refusal(str(error), found), found, str(error)) from None
 
 

@@ -14,6 +14,11 @@ class SplitTable:
 
     points: tuple[tuple[int, float], ...]
 
+    @property
+    def streams(self) -> bool:
+        """Whether anything is copied, at any number of tokens."""
+        return any(share for _, share in self.points)
+
     def share(self, num_tokens: int) -> float:
         """Between two points it changes evenly, so that it is never more than at either."""
         low = self.points[0]

@@ -108,7 +108,8 @@ def check_room_for_weights(
     if total < free:
         return
     parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
-    advice = "Lower --max-num-batched-tokens or --max-num-seqs,"
+    # Where no smaller steps are enough, nothing else that is asked for is named.
+    advice = "Give"
     for tokens, seqs in SMALLER_STEPS:
         smaller = smaller_steps(limits, tokens, seqs)
         # Results of a context cancel out.
@@ -117,14 +118,15 @@ def check_room_for_weights(
         if left >= free / 8:
             advice = (
                 f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs "
-                f"{smaller.max_num_seqs} leave {format_bytes(left)} for weights. Or lower"
+                f"{smaller.max_num_seqs} leave {format_bytes(left)} for weights. Or lower "
+                "--kv-cache-memory-bytes or --max-model-len, or give"
             )
             break
     raise OutOfMemory(
         f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
-        f"need {format_bytes(total)}, {', '.join(parts)}. {advice} --kv-cache-memory-bytes or "
-        f"--max-model-len, or give more than {format_bytes(total)} of the accelerator (--device, "
-        "--gpu-memory-limit, --gpu-memory-utilization)."
+        f"need {format_bytes(total)}, {', '.join(parts)}. {advice} more than "
+        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
+        "--gpu-memory-utilization)."
     )
 
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the KV cache is made, each time for what is free by then, before the start fails.
 MAX_TRIES = 3
+#: Taking so much may last seconds, which is announced.
+_SLOW_BYTES = 1 << 30
 
 T = TypeVar("T")
 
@@ -106,7 +108,10 @@ class LaneMemory:
 
     def take_pages(self, tensors: Sequence[Tensor]) -> None:
         """Have the memory of ``tensors`` now rather than when requests need it."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         began = time.perf_counter()
+        if num_bytes >= _SLOW_BYTES:
+            logger.info("taking %s from the system for KV and steps", format_bytes(num_bytes))
         try:
             self._device.prefault(tensors)
         except (OutOfMemory, MemoryError) as error:
@@ -116,7 +121,6 @@ class LaneMemory:
                 "--kv-cache-memory-bytes."
             )
             return
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
         seconds = time.perf_counter() - began
         logger.info("took %s for KV and steps in %.1f s", format_bytes(num_bytes), seconds)
 
