@@ -487,7 +487,8 @@ class _Planner(Drafts):
     def _suggest_least(self) -> str | None:
         """The smallest size that works, as an option."""
         for mode in self._modes:
-            least = self.least(mode)
+            # What is asked for leaves in the order of ``units``.
+            least = self._search(mode, self.units)
             if least is not None:
                 size = least.host_bytes
                 unit = _unit(size)

@@ -21,6 +21,8 @@ from ambidex.memory.weight_patterns import layer_index, match_patterns
 
 #: Rows (output features) are shared out in units of this many.
 ROW_UNIT = 64
+#: The rank of what leaves last.
+HEAD = 3
 
 
 class Placement(Enum):
@@ -180,15 +182,19 @@ class Drafts:
             return Placement.HOST if self.computes(module.path) else Placement.STREAM
         return Placement.STREAM if mode == "stream" else Placement.HOST
 
-    def draft(self, mode: str, wanted: int) -> Draft:
-        """At least ``wanted`` bytes on the host, up to all that may go."""
+    def draft(
+        self, mode: str, wanted: int, units: Sequence[list[ModuleSize]] | None = None
+    ) -> Draft:
+        """At least ``wanted`` bytes on the host, up to all that may go; ``units`` in another order
+        than theirs."""
         gone: dict[str, WeightPlace] = {}
         left = wanted
-        shared = [u[0] for u in self.units if self._placement(mode, u[0]) is Placement.SPLIT]
+        units = self.units if units is None else units
+        shared = [u[0] for u in units if self._placement(mode, u[0]) is Placement.SPLIT]
         # Layers share evenly, and the head only leaves after them.
         groups = [list(group) for _, group in groupby(shared, rank)]
         firsts = {group[0].path: group for group in groups}
-        for unit in self.units:
+        for unit in units:
             if left <= 0:
                 break
             if unit[0].path in gone:
@@ -239,9 +245,19 @@ class Drafts:
         return self._least[mode]
 
     def _find_least(self, mode: str) -> Draft | None:
+        found = self._search(mode, self.units)
+        heads = [unit for unit in self.units if rank(unit[0]) == HEAD]
+        if found is None or all(_is_whole(m, found.places[m.path]) for (m,) in heads):
+            return found
+        # It is larger than what was still to go: where it leaves first, layers may come back.
+        others = [unit for unit in self.units if unit not in heads]
+        other = self._search(mode, [*heads, *others])
+        return other if other and other.host_bytes < found.host_bytes else found
+
+    def _search(self, mode: str, units: Sequence[list[ModuleSize]]) -> Draft | None:
         wanted = max(self.total - self.device_budget, 0)
         while wanted <= self.most:
-            draft = self.draft(mode, wanted)
+            draft = self.draft(mode, wanted, units)
             over = draft.device_used - self.device_budget
             if over <= 0:
                 return draft
@@ -272,11 +288,16 @@ def rank(module: ModuleSize) -> int:
         return 0
     if module.kind is WeightKind.TABLE:
         return 1
-    return 2 if layer_index(module.path) is not None else 3
+    return 2 if layer_index(module.path) is not None else HEAD
+
+
+def _is_whole(module: ModuleSize, place: WeightPlace) -> bool:
+    """Whether all of it is on the device."""
+    return place.resident_rows == module.rows
 
 
 def _host_bytes(module: ModuleSize, place: WeightPlace) -> int:
-    if place.resident_rows == module.rows:
+    if _is_whole(module, place):
         return 0
     return module.num_bytes - module.num_bytes * place.resident_rows // module.rows
 
