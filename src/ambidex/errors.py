@@ -6,7 +6,9 @@ except a forbidden status transition, which is :class:`InvalidRequestError`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 
 class AmbidexError(Exception):
@@ -53,6 +55,20 @@ def memory_refusal(error: BaseException) -> OutOfMemory | None:
         "The system refused to give more memory. Free memory, raise this process's limit "
         "(ulimit -v), or ask for less: --max-model-len, --max-num-batched-tokens."
     )
+
+
+@contextlib.contextmanager
+def starting_thread() -> Iterator[None]:
+    """Raises OutOfMemory where the system does not give the thread that is started within."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise OutOfMemory(
+            "The system refused to start a thread. End other programs, or raise this process's "
+            "limits (ulimit -u, ulimit -v)."
+        ) from None
 
 
 class RequestError(AmbidexError):

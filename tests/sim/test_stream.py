@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ambidex.device.hazards import Hazards
 from ambidex.device.stream import Clock, Event, Graph, Stream
-from ambidex.errors import DeviceError
+from ambidex.errors import DeviceError, OutOfMemory
 
 #: No test waits for longer than this for what has to come.
 PATIENCE_S = 20.0
@@ -348,6 +348,52 @@ def test_a_cost_that_cannot_be_computed_is_an_error_too(streams: Streams) -> Non
         streams["a"].synchronize()
     streams["a"].launch("good", nothing, 1.0)
     streams["a"].synchronize()
+
+
+def test_a_thread_that_cannot_be_prepared_hangs_nobody() -> None:
+    """As where the system takes the CPUs away that it should run on."""
+
+    def refuse() -> None:
+        raise OSError(22, "Invalid argument")
+
+    stream = Stream("a", Clock(True), refuse)
+    ran: list[str] = []
+    stream.launch("work", lambda: ran.append("work"), 1.0)
+    event = stream.record()
+    assert event._done.wait(PATIENCE_S)
+    with pytest.raises(DeviceError, match="Invalid argument"):
+        stream.synchronize()
+    assert not ran
+    stream.close()
+
+
+def test_what_goes_wrong_beside_the_work_hangs_nobody(real: Streams) -> None:
+    """A time that no thread can sleep for."""
+    real["a"].launch("for ever", nothing, 1e30)
+    event = real["a"].record()
+    assert event._done.wait(PATIENCE_S) and event.is_failed
+    with pytest.raises(DeviceError, match="out of range"):
+        event.wait()
+
+
+def test_a_thread_that_cannot_be_had(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error, and the stream can be used once there is one."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OutOfMemory, match="refused to start a thread"):
+            streams["a"].launch("work", nothing, 1.0)
+        with pytest.raises(OutOfMemory, match="refused to start a thread"):
+            streams["a"].record()
+        streams["a"].close()
+    streams["a"].launch("work", lambda: ran.append("work"), 1.0)
+    event = streams["a"].record()
+    assert event._done.wait(PATIENCE_S)
+    assert ran == ["work"] and streams.clock.num_launches == 1
 
 
 def test_waiting_for_memory_moves_nobodys_clock(streams: Streams) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ambidex.device.hazards import Hazards, Known, Range, learn, ranges_of
-from ambidex.errors import DeviceError
+from ambidex.errors import DeviceError, starting_thread
 from ambidex.memory.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
@@ -236,17 +236,17 @@ class Stream:
                 item.event.is_captured = True
             self.clock.graph.items.append((self, item))
             return
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"stream-{self.name}", daemon=True)
+            with starting_thread():
+                thread.start()
+            self._thread = thread
         if isinstance(item, _Launch):
             self._note(item)
         elif isinstance(item, _Record):
             item.event.known = dict(self._known)
         elif isinstance(item.event, Event):
             learn(self._known, item.event.known)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"stream-{self.name}", daemon=True
-            )
-            self._thread.start()
         self._items.put(item)
 
     def _note(self, item: _Launch) -> None:
@@ -261,12 +261,22 @@ class Stream:
         self.clock.num_launches += 1
 
     def _run(self) -> None:
-        if self.prepare is not None:
-            self.prepare()
+        # Nothing ends the thread but close(): without it whoever waits would wait for ever. What
+        # is raised is told by the next event.
+        try:
+            if self.prepare is not None:
+                self.prepare()
+        except BaseException as error:
+            self._error = error
         # What is launched in inference mode makes tensors that nothing else may write.
         with torch.inference_mode():
             while (item := self._items.get()) is not None:
-                self._do(item)
+                try:
+                    self._do(item)
+                except BaseException as error:
+                    self._error = self._error or error
+                    if isinstance(item, _Record):
+                        item.event.complete(self._now_s, error)
                 # What it holds is freed now, not when the next item comes.
                 del item
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from ambidex.errors import OutOfMemory
+from ambidex.errors import starting_thread
 from ambidex.runner.decision import Decision, StepResult
 
 T = TypeVar("T")
@@ -33,15 +33,8 @@ class Executor:
 
     def call(self, lane: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Raises OutOfMemory where the system does not give the lane's thread."""
-        try:
+        with starting_thread():
             return self._threads[lane].submit(function, *arguments)
-        except RuntimeError as error:
-            if "start new thread" not in str(error):
-                raise
-            raise OutOfMemory(
-                "The system refused to start a thread. End other programs, or raise this "
-                "process's limits (ulimit -u, ulimit -v)."
-            ) from None
 
     def submit(self, lane: str, runner: Runner, decision: Decision) -> Future[StepResult]:
         return self.call(lane, runner.execute, decision)
