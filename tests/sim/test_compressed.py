@@ -160,6 +160,15 @@ def test_the_untied_head_comes_in_pieces(
     assert ran.counts["rows_streamed"] > 512 and ran.counts["decompressed_bytes"] > 0
 
 
+def test_the_largest_is_no_whole_number_of_panels(sim_model: Callable[..., Path]) -> None:
+    """600 rows come out as 608."""
+    folder = sim_model("llama", intermediate_size=300)
+    ran, _ = stream(folder)
+    assert_same(ran, run(make_config(folder, **DTYPE)))
+    assert_streamed(ran)
+    assert ran.counts["decompressed_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("device", "numbers"),
     [

@@ -162,6 +162,9 @@ def decompressed_bytes(order: Sequence[Ordered]) -> int:
     sizes = [0]
     for item in order:
         weight = item.weight
-        piece_bytes = 2 * (weight.piece_rows or weight.num_rows) * weight.halves * weight.shape[1]
-        sizes.append(min(raw_bytes(weight.host), piece_bytes))
+        size = raw_bytes(weight.host)
+        if weight.piece_rows is not None:
+            # Whole panels of it; what is not cut may have a last panel that is filled up.
+            size = min(size, 2 * weight.piece_rows * weight.halves * weight.shape[1])
+        sizes.append(size)
     return max(sizes)
