@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lane_harness import SIM, assert_same, make_config, prompts, run
+from lane_harness import SIM, assert_same, drive, make_config, prompts, run
 
 from ambidex.config import OffloadConfig
 from ambidex.device.host_memory import HostMemory
@@ -80,3 +80,34 @@ def test_a_step_takes_what_a_layer_needs(sim_model: Callable[..., Path]) -> None
     layer_bytes = 4 * 256 * (8 * 128 + 4 * 320 + 4 * 64)
     assert peaks[0] <= 1.25 * layer_bytes
     assert seconds[0] == seconds[1]
+
+
+def test_captured_steps_leave_what_a_layer_needs(
+    sim_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of captured steps are kept: launching does not wait for what will never be free."""
+    folder = sim_model("llama", num_hidden_layers=8)
+    offload = OffloadConfig(patterns=("*.mlp.*",), mode="compute")
+    config = make_config(folder, SIM, offload, max_num_seqs=16, warm_up_fully=True)
+    settle, settled = SimDevice.settle, []
+
+    def noted(self: SimDevice) -> None:
+        settled.append(1)
+        settle(self)
+
+    monkeypatch.setattr(SimDevice, "settle", noted)
+    engine = Engine(config)
+    try:
+        memory = engine.lane.hands.host_memory
+        assert memory is not None
+        memory.collect()
+        # What is captured is more than a layer may take.
+        layer_bytes = 4 * 64 * (8 * 128 + 4 * 320 + 4 * 64)
+        assert memory.taken_bytes > layer_bytes
+        assert memory.limit_bytes == memory.taken_bytes + layer_bytes
+        settled.clear()
+        # All layers' results of so few tokens fit at a time.
+        drive(engine, prompts((8,)), 4)
+        assert not settled
+    finally:
+        engine.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -59,6 +61,19 @@ class HostMemory:
         self.taken_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         return torch.from_numpy(held).view(dtype).view(shape)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is taken within is kept for later, as a captured step's results are: it is not ahead
+        of computing, and launching does not wait for it."""
+        self.collect()
+        before, limit, self.limit_bytes = self.taken_bytes, self.limit_bytes, math.inf
+        try:
+            yield
+            self.collect()
+            limit += self.taken_bytes - before
+        finally:
+            self.limit_bytes = limit
 
     def collect(self) -> None:
         """Count what is not in use any more."""

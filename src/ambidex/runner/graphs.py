@@ -22,6 +22,7 @@ from ambidex.runner.replay import Replayed
 
 if TYPE_CHECKING:
     from ambidex.device.base import Accelerator, Event, Graph
+    from ambidex.device.host_memory import HostMemory
     from ambidex.kv.cache import KVCache
     from ambidex.models.registry import CausalLM
     from ambidex.weights.placed import PlacedKernels
@@ -56,12 +57,14 @@ class GraphReplayer:
         self,
         device: Accelerator,
         kernels: PlacedKernels,
+        host_memory: HostMemory,
         model: CausalLM,
         kv_cache: KVCache,
         rows: Sequence[int],
     ) -> None:
         self._device = device
         self._kernels = kernels
+        self._host_memory = host_memory
         self._model = model
         self._kv_cache = kv_cache
         self._rows = sorted(rows)
@@ -146,7 +149,7 @@ class GraphReplayer:
         batch = Batch(ids, positions, rows, cache, attention, max_position=0)
         graph = self._device.graph()
         before, arrivals = kernels.counts(), kernels.arrivals()
-        with graph.capture():
+        with self._host_memory.kept(), graph.capture():
             batch.positions = kernels.put(positions)
             hidden = self._model(batch)
             logits = self._model.head(kernels.take_logit_rows(hidden, range(rows)))

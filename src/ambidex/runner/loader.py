@@ -473,9 +473,11 @@ class _Loading:
                 return None
             device.ledger.reserve("graphs", "captured steps", self._captured_bytes)
             assert self._hands.placed is not None
+            assert self._hands.host_memory is not None
             return GraphReplayer(
                 self._accelerator,
                 self._hands.placed,
+                self._hands.host_memory,
                 self._model,
                 self._kv_cache,
                 self._captured_rows,
