@@ -289,6 +289,20 @@ def test_copies_that_are_not_waited_for_fail(device: SimDevice) -> None:
     assert torch.equal(device.to_host(out), host)
 
 
+def test_memory_is_handed_out_in_the_order_of_computing(device: SimDevice) -> None:
+    """Whoever had it let go of it when the kernel that uses it was launched, not when it is done:
+    only that stream may use it without waiting."""
+    device.compute.launch("uses what had it", lambda: None, 1.0)
+    made, host = device.empty((8,), torch.float32), torch.zeros(8)
+    with pytest.raises(DeviceError, match="copy on copy_in overwrites memory that compute still"):
+        device.copy(made, host)
+    device.compute.launch("next", lambda: None, 1.0, writes=[made])
+    # Memory of before is the stream's that has it.
+    held = device.store(host, "staging")
+    device.compute.launch("another", lambda: None, 1.0)
+    device.copy(held, host).wait()
+
+
 def test_an_error_is_raised_once_and_the_device_works_again(device: SimDevice) -> None:
     table = device.kernels.inner.pack(torch.ones(16, 8)).moved(device.store)
     device.kernels.embedding(device.store(torch.tensor([3.0])), table)

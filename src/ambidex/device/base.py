@@ -124,7 +124,12 @@ class Device(Protocol):
 
 class Accelerator(Device, Protocol):
     """A device with a memory of its own, at the end of a link, that computes while the host does
-    something else."""
+    something else.
+
+    Memory that is let go of may be handed out again at once, in the order of ``compute``: to work
+    launched there it is new, and other streams wait for what was launched there before. Both
+    tensors of a copy, and what the work of a host's stream holds, are kept until it is done.
+    """
 
     #: The host's NUMA node that it is near to; None: unknown.
     node: int | None

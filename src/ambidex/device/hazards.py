@@ -105,6 +105,13 @@ class Hazards:
         if len(self._uses) > self._num_looked_at:
             self._forget_the_gone()
 
+    def hand_out(self, stream: str, number: int, items: Iterable[Range]) -> None:
+        """Note memory that is new to whoever has it now: the first ``number`` launches of
+        ``stream`` may use it."""
+        for item in items:
+            use = _Use(stream, number, item.start, item.end, True)
+            self._uses.setdefault(item.memory, []).append(use)
+
     def is_unused(self, item: Range, of_host: Known) -> bool:
         """Whether the host has waited for everything that touches ``item``."""
         recent = self._recent(item, of_host)

@@ -207,13 +207,15 @@ class SimDevice:
         if self.clock.graph is not None and account == "activations":
             account = "graphs"
         try:
-            return self._region.empty(shape, dtype, account)
+            made = self._region.empty(shape, dtype, account)
         except OutOfMemory:
             # What was launched ahead holds memory until it has run.
             if account != "activations":
                 raise
             self.settle()
-            return self._region.empty(shape, dtype, account)
+            made = self._region.empty(shape, dtype, account)
+        self.compute.hand_out(made)
+        return made
 
     def zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype, account: str = "activations"

@@ -206,6 +206,13 @@ class Stream:
             _Launch(name, work, seconds, num_bytes, ranges_of(reads), ranges_of(writes)),
         )
 
+    def hand_out(self, tensor: Tensor) -> None:
+        """``tensor`` is new. Memory that was let go of is handed out again in the order of this
+        stream: what was launched here before may use it, so that others have to wait for that."""
+        if self.clock.graph is None:
+            number = self._known.get(self.name, 0)
+            self.clock.hazards.hand_out(self.name, number, ranges_of([tensor]))
+
     def wait(self, event: AnyEvent) -> None:
         """Work launched from now on begins after ``event``."""
         self.submit(_Wait(event))
