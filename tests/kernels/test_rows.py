@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ambidex.device.cpu import CPUDevice
+from ambidex.errors import KernelError
 from ambidex.kernels import reference, rows
 from ambidex.kernels.rows import TensorRows
 
@@ -48,12 +49,26 @@ def test_the_same_weight(kernels: Any, num_rows: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_beside_other_parts_it_is_read_at_once(kernels: Any) -> None:
-    one, two = torch.randn(192, 48), torch.randn(64, 48)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [192, 208, 100])
+def test_beside_other_parts(kernels: Any, num_rows: int, dtype: torch.dtype) -> None:
+    """A gate above what it is multiplied with is never there twice, unless it ends within a
+    panel."""
+    one, two, three = torch.randn(num_rows, 48), torch.randn(200, 48), torch.randn(64, 48).to(dtype)
     asked: list[int] = []
-    made = kernels.pack_parts([reader(one, torch.float32, asked), two])
-    assert torch.equal(made.panels, kernels.pack(torch.cat([one, two])).panels)
-    assert asked == [192]
+    parts = [reader(one, dtype, asked), three, reader(two, dtype, asked)]
+    made = kernels.pack_parts(parts)
+    whole = kernels.pack(torch.cat([one.to(dtype), three, two.to(dtype)]))
+    assert made.shape == whole.shape == (num_rows + 264, 48)
+    assert torch.equal(made.panels.view(torch.uint8), whole.panels.view(torch.uint8))
+    assert sum(asked) == num_rows + 200
+    assert (max(asked) * 48 * dtype.itemsize <= 1 << 14) == (num_rows != 100)
+
+
+def test_parts_that_do_not_belong_together(kernels: Any) -> None:
+    for other in (torch.randn(64, 32), torch.randn(64, 48).bfloat16()):
+        with pytest.raises(KernelError, match="is to be packed into memory for"):
+            kernels.pack_parts([torch.randn(64, 48), other])
 
 
 def test_the_reference_reads_all_of_it() -> None:

@@ -146,12 +146,19 @@ class NativeKernels(
             return self.pack_quantized(weight, precise)
         if not isinstance(weight, TensorRows):
             return self.pack_float(weight)
-        memory = self._weight_memory.take(self.packed_bytes(weight.shape, weight.dtype))
-        self._placer.place(memory.data_ptr(), memory.nbytes // 64, 64)
-        made = self.packed_in(memory, weight.shape, weight.dtype)
-        for start, block in weight.blocks(0, weight.shape[0]):
-            with self.temporary_weights():
-                made.rows(start, start + len(block)).panels.copy_(self.pack_float(block).panels)
+        return self._pack_numbers([weight])
+
+    def _pack_numbers(self, parts: Sequence[Tensor | TensorRows]) -> FloatWeight:
+        """The rows of all ``parts``, one below the other, each packed where it stays: nothing is
+        there twice but some rows at a time."""
+        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        made, first = self.empty_float(shape, parts[0].dtype), 0
+        for part in parts:
+            rows = part.blocks(0, part.shape[0]) if isinstance(part, TensorRows) else [(0, part)]
+            for start, block in rows:
+                at = first + start
+                self.pack_float(block.contiguous(), made.rows(at, at + len(block)))
+            first += part.shape[0]
         return made
 
     def packed_in(self, memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> FloatWeight:
@@ -170,6 +177,10 @@ class NativeKernels(
         """:meth:`pack` of the rows of all ``parts``, one below the other."""
         if len(parts) == 1:
             return self.pack(parts[0], precise)
+        numbers = [part for part in parts if not isinstance(part, Quantized)]
+        is_cut_well = not any(part.shape[0] % PANEL_ROWS for part in parts[:-1])
+        if len(numbers) == len(parts) and is_cut_well:
+            return self._pack_numbers(numbers)
         parts = [part.all() if isinstance(part, TensorRows) else part for part in parts]
         low_bit = [part for part in parts if isinstance(part, Quantized)]
         if not low_bit:

@@ -69,8 +69,18 @@ class FloatWeight:
 class FloatLinearOps(NativeBase):
     """See kernels/reference.py for what each computes."""
 
-    def pack_float(self, weight: Tensor) -> FloatWeight:
-        """A float32, float16 or bfloat16 ``weight`` [out, in], rows contiguous, in panels."""
+    def empty_float(self, shape: tuple[int, int], dtype: torch.dtype) -> FloatWeight:
+        """Memory for a matrix [out, in] of ``dtype``, to be packed into."""
+        num_out, num_in = shape
+        num_panels = -(-num_out // PANEL_ROWS)
+        panel_bytes = PANEL_ROWS * num_in * dtype.itemsize
+        memory = self._weight_memory.take(num_panels * panel_bytes)
+        self._placer.place(memory.data_ptr(), num_panels, panel_bytes)
+        return FloatWeight(memory.view(dtype).view(num_panels, num_in, PANEL_ROWS), num_out)
+
+    def pack_float(self, weight: Tensor, made: FloatWeight | None = None) -> FloatWeight:
+        """A float32, float16 or bfloat16 ``weight`` [out, in], rows contiguous, in panels: those of
+        ``made``, of the same shape and type, if given."""
         if weight.device.type != "cpu" or weight.dim() != 2 or weight.dtype not in _TYPES:
             raise KernelError(
                 f"A weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it must be "
@@ -79,11 +89,14 @@ class FloatLinearOps(NativeBase):
         num_out, num_in = weight.shape
         if num_in > 1 and weight.stride(1) != 1:
             raise KernelError("A weight's rows are not contiguous, so it cannot be packed.")
-        num_panels = -(-num_out // PANEL_ROWS)
-        panel_bytes = PANEL_ROWS * num_in * weight.dtype.itemsize
-        memory = self._weight_memory.take(num_panels * panel_bytes)
-        panels = memory.view(weight.dtype).view(num_panels, num_in, PANEL_ROWS)
-        self._placer.place(panels.data_ptr(), num_panels, panel_bytes)
+        if made is None:
+            made = self.empty_float((num_out, num_in), weight.dtype)
+        elif made.shape != (num_out, num_in) or made.dtype is not weight.dtype:
+            raise KernelError(
+                f"A weight is {weight.dtype} [{num_out}, {num_in}], and is to be packed into "
+                f"memory for {made.dtype} {list(made.shape)}."
+            )
+        panels = made.panels
         self._native.pack_float(
             self._context,
             weight.data_ptr(),
@@ -93,7 +106,7 @@ class FloatLinearOps(NativeBase):
             num_in,
             _TYPES[weight.dtype],
         )
-        return FloatWeight(panels, num_out)
+        return made
 
     def linear_float(
         self,
