@@ -14,6 +14,7 @@ import pytest
 from ambidex.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.scheduler import SchedulerStats
+from ambidex.errors import InvalidModelError
 from ambidex.kernels.cpu.float_linear import FloatWeight
 from ambidex.kernels.cpu.quantized_linear import PackedWeight
 from ambidex.request import EngineRequest, SamplingParams
@@ -302,6 +303,56 @@ def test_a_request_that_fails_fails_alone(
                 traces[output.request_id].append((token, entry.logprob, tuple(entry.top)))
     assert failures == 2, "once in the batch, once alone"
     assert error is not None and "can't allocate memory" in error
+    assert list(traces.values()) == alone.traces
+    assert engine.stats().kv_usage == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "replayed"])
+@pytest.mark.parametrize("kind", [IndexError, InvalidModelError])
+def test_whatever_fails_in_one_request_fails_it_alone(
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    is_eager: bool,
+    kind: type[Exception],
+) -> None:
+    """Errors of every kind, where a request's tokens are chosen or its prompt is scored."""
+    config = make_config(tiny_model("llama"), enforce_eager=is_eager)
+    alone = run(config, prompts()[:4], together=False)
+    engine = Engine(config)
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if any(row.params.seed == 666 for row in arguments[1]):
+                raise kind("out of bounds")
+            return call(*arguments)
+
+        return called
+
+    sampler = engine.lane.runner._sampler
+    monkeypatch.setattr(engine.lane.runner, "_sampler", failing(sampler))
+
+    def scored(*_: Any) -> Any:
+        raise kind("out of bounds")
+
+    monkeypatch.setattr("ambidex.runner.model_runner.prompt_logprobs", scored)
+    for index, prompt in enumerate(prompts()[:4]):
+        engine.add_request(EngineRequest(str(index), prompt, params(index), 0.0))
+    engine.add_request(EngineRequest("drawn", [5, 6], SamplingParams(seed=666), 0.0))
+    engine.add_request(
+        EngineRequest("scored", [7, 8], SamplingParams(seed=1, prompt_logprobs=0), 0.0)
+    )
+    traces: dict[str, Trace] = {str(i): [] for i in range(4)}
+    errors: dict[str, str | None] = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.request_id not in traces:
+                errors[output.request_id] = output.error
+                continue
+            for token, entry in zip(output.new_token_ids, output.logprobs or [], strict=True):
+                traces[output.request_id].append((token, entry.logprob, tuple(entry.top)))
+    sentence = "Computing this request failed: out of bounds"
+    assert errors == {"drawn": sentence, "scored": sentence}
     assert list(traces.values()) == alone.traces
     assert engine.stats().kv_usage == 0
     engine.close()

@@ -445,6 +445,21 @@ def test_low_temperatures_neither_overflow_nor_divide_by_zero() -> None:
         assert sample_one([80.0, 81.0, 0.0], row) == 1
 
 
+@pytest.mark.parametrize("temperature", [3.5e38, 1e300])
+def test_a_temperature_beyond_float32_is_the_highest(temperature: float) -> None:
+    """As infinity it made NaN of what a mask rules out, and there was no token to draw."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 9.0
+    masked = {"min_tokens": 1, "eos_token_ids": [3], "bad_words_token_ids": [[4]]}
+    highest = [
+        sample(logits, make_row(temperature=t, seed=seed, **masked)).token_ids[0]
+        for t in (temperature, float(np.finfo(np.float32).max))
+        for seed in range(200)
+    ]
+    assert highest[:200] == highest[200:]
+    assert set(highest) == set(range(VOCAB)) - {3, 4}, "all that is allowed, equally likely"
+
+
 def test_greedy_needs_no_seed() -> None:
     assert sample_one([0.0, 1.0], make_row(temperature=0.0, seed=None)) == 1
 

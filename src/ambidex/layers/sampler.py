@@ -30,6 +30,8 @@ from ambidex.request import SamplingParams, TokenLogprobs
 
 #: Below this a temperature is greedy (vLLM's value): dividing by it would only overflow.
 MIN_TEMPERATURE = 1e-5
+#: Above this a temperature is no float32: infinity would make NaN of a masked token's -infinity.
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 #: Rows are worked on in chunks of about this many logits: 2 MiB of scratch memory in all,
 #: whatever the batch and the vocabulary, and it stays in the cache. At least one row.
 CHUNK_ELEMENTS = 1 << 18
@@ -467,7 +469,8 @@ def _probabilities(
     for i, value in zip(indices, best[:, 0].tolist(), strict=True):
         if i not in errors and not np.isfinite(value):
             errors[i] = _failure(value, rows[i].has_modifiers)
-    temperature = torch.tensor([[rows[i].params.temperature] for i in indices], dtype=torch.float32)
+    temperatures = [[min(rows[i].params.temperature, MAX_TEMPERATURE)] for i in indices]
+    temperature = torch.tensor(temperatures, dtype=torch.float32)
     # The best score becomes 0 first, so that a low temperature cannot overflow.
     scores.sub_(best).div_(temperature)
     torch.softmax(scores, -1, out=probs)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ambidex.errors import OutOfMemory
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
 from ambidex.request import TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
@@ -74,7 +73,7 @@ class ModelRunner:
         try:
             if requests:
                 self._execute(requests, result)
-        except (RuntimeError, MemoryError, OutOfMemory) as error:
+        except Exception as error:  # Whatever it is, it must not take down the other requests.
             self._settle()
             logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
             result = StepResult(decision.step)
@@ -92,7 +91,7 @@ class ModelRunner:
             state.row = SamplerRow(row.params, tokens, row.num_prompt_tokens)
         try:
             self._execute([request], result)
-        except (RuntimeError, MemoryError, OutOfMemory) as error:
+        except Exception as error:
             self._settle()
             logger.exception("request %s failed", request.request_id)
             reason = (str(error) or "out of memory").splitlines()[0]
