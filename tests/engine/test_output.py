@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ambidex.engine.input import InputProcessor, ModelLimits
-from ambidex.engine.output import OutputProcessor, RequestOutput, StopMatcher
+from ambidex.engine.output import OutputProcessor, RequestOutput, StopMatcher, merged
 from ambidex.engine.tokenizer import Tokenizer
 from ambidex.request import EngineOutput, FinishReason, TokenLogprobs
 
@@ -248,6 +248,20 @@ class TestRequests:
         assert [o.is_updated for o in third[0].outputs] == [True, False, True]
         # An earlier output is not changed by later steps.
         assert first[0].outputs[1].text == "b"
+
+    def test_two_steps_as_one_output(self, harness: Harness) -> None:
+        harness.add(n=3)
+        a, b = (harness.tokenizer.encode(char)[0] for char in "ab")
+        process = harness.output.process
+        first, _ = process(
+            [EngineOutput("r#0", [a], FinishReason.LENGTH), EngineOutput("r#1", [a])]
+        )
+        second, _ = process([EngineOutput("r#1", [b])])
+        parts = merged(first[0], second[0]).outputs
+        assert [part.is_updated for part in parts] == [True, True, False]
+        assert [part.delta_text for part in parts] == ["a", "ab", ""]
+        assert [part.delta_token_ids for part in parts] == [[a], [a, b], []]
+        assert [part.finish_reason for part in parts] == ["length", None, None]
 
     def test_times(self, harness: Harness) -> None:
         harness.add()

@@ -14,7 +14,11 @@ import pytest
 from fake_frontend import fake_frontend
 
 from ambidex.config import EngineConfig, ModelConfig
-from ambidex.engine.async_engine import AsyncEngine, EngineUnavailableError
+from ambidex.engine.async_engine import (
+    MAX_WAITING_OUTPUTS,
+    AsyncEngine,
+    EngineUnavailableError,
+)
 from ambidex.engine.frontend import Frontend, Submission, TextFrontend, read_chat_template
 from ambidex.engine.messages import EngineInfo
 from ambidex.errors import EngineDeadError, InvalidModelError, OptionError, RequestError
@@ -67,6 +71,26 @@ def test_generate() -> None:
         assert outputs[-1].finished
         assert outputs[-1].outputs[0].text == "bcdef"
         assert engine.num_requests == 0
+
+    run(test)
+
+
+def test_a_reader_that_does_not_read_finds_the_rest_in_one() -> None:
+    """For a stalled client no more is kept than its answer, however long that gets."""
+    many = SamplingParams(max_tokens=500, logprobs=1)
+
+    async def test(engine: AsyncEngine) -> None:
+        stream = await engine.submit("a", many)
+        # Its bookkeeping ends with the last token; nobody has read any by then.
+        await until(lambda: engine.num_requests == 0)
+        parts = [part async for output in stream for part in output.outputs]
+        assert len(parts) == MAX_WAITING_OUTPUTS
+        text = "".join(chr(ord("a") + i % 26) for i in range(1, 501))
+        assert "".join(part.delta_text for part in parts) == parts[-1].text == text
+        for name in ("token_ids", "logprobs"):
+            deltas = [item for part in parts for item in getattr(part, f"delta_{name}")]
+            assert deltas == getattr(parts[-1], name)
+        assert [part.finish_reason for part in parts] == [None] * 15 + ["length"]
 
     run(test)
 

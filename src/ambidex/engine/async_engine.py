@@ -34,7 +34,7 @@ from ambidex.engine.messages import (
     Outputs,
     Ping,
 )
-from ambidex.engine.output import RequestOutput
+from ambidex.engine.output import RequestOutput, merged
 from ambidex.engine.summary import memory_report
 from ambidex.errors import AmbidexError, EngineDeadError, RequestError
 from ambidex.metrics import FinishedSequence, Metrics
@@ -50,6 +50,10 @@ DEATH_WINDOW_S = 60.0
 
 #: Threads that tokenise; the tokenizer releases the GIL, and one long prompt must not hold up all.
 TOKENIZER_THREADS = 2
+
+#: Outputs that wait for a slow reader one by one. Each has all of the text: kept so to the end,
+#: they would take memory with the square of the answer's length.
+MAX_WAITING_OUTPUTS = 16
 
 T = TypeVar("T")
 
@@ -85,7 +89,8 @@ class _Sequence:
 
 
 class RequestStream:
-    """An accepted request: iterate over its outputs, each of which holds what is new.
+    """An accepted request: iterate over its outputs, each of which holds what is new since the one
+    before. A reader that is far behind finds several steps in one.
 
     Leaving the ``async with`` block, or :meth:`close`, aborts what still runs.
     """
@@ -105,6 +110,8 @@ class RequestStream:
     # The engine's side.
 
     def put(self, output: RequestOutput) -> None:
+        if len(self._ready) == MAX_WAITING_OUTPUTS:
+            output = merged(self._ready.pop(), output)
         self._ready.append(output)
         self._is_ended = self._is_ended or output.finished
         self._event.set()

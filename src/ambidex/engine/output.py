@@ -92,6 +92,22 @@ class RequestOutput:
     error: str | None = None
 
 
+def merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """``later``, changed in place to hold what is new in ``earlier``, too: for a reader that has
+    seen neither."""
+    for before, part in zip(earlier.outputs, later.outputs, strict=True):
+        if not before.is_updated:
+            continue
+        part.is_updated = True
+        part.delta_text = before.delta_text + part.delta_text
+        part.delta_token_ids = before.delta_token_ids + part.delta_token_ids
+        if before.delta_logprobs is not None:
+            part.delta_logprobs = before.delta_logprobs + (part.delta_logprobs or [])
+        if part.inter_token_s is None:
+            part.inter_token_s = before.inter_token_s
+    return later
+
+
 class StopMatcher:
     """Finds the first stop string in a text that arrives in pieces.
 
