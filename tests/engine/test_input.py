@@ -129,14 +129,35 @@ class TestRanges:
         with pytest.raises(RequestError, match="detokenize"):
             make(processor, stop="x", detokenize=False)
 
-    def test_params_made_by_hand_are_checked(self, processor: InputProcessor) -> None:
-        for params in (
-            SamplingParams(temperature=math.nan),
-            SamplingParams(n=2.0),  # type: ignore[arg-type]
-            SamplingParams(logit_bias={VOCAB: 1.0}),
-        ):
-            with pytest.raises(RequestError):
-                processor.process("r", "the", params)
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("temperature", math.nan),
+            ("n", 2.0),
+            ("n", None),
+            ("top_p", None),
+            ("min_tokens", None),
+            ("stop", 5),
+            ("bad_words", "ab"),
+            ("stop_token_ids", 5),
+            ("logit_bias", {VOCAB: 1.0}),
+            ("logit_bias", [1]),
+            ("ignore_eos", 1),
+            ("detokenize", None),
+        ],
+    )
+    def test_params_made_by_hand_are_checked(
+        self, processor: InputProcessor, name: str, value: Any
+    ) -> None:
+        with pytest.raises(RequestError, match=f"'{name}'") as caught:
+            processor.process("r", "the", SamplingParams(**{name: value}))
+        assert caught.value.param == name
+
+    @pytest.mark.parametrize("priority", [None, "x", 1.5])
+    def test_a_priority_is_an_integer(self, processor: InputProcessor, priority: Any) -> None:
+        """Others cannot be ordered, which would show in the requests that come after it."""
+        with pytest.raises(RequestError, match="'priority' must be an integer"):
+            processor.process("r", "the", SamplingParams(), priority)
 
     @settings(max_examples=200, deadline=None)
     @given(
@@ -295,7 +316,7 @@ class TestResolved:
             bad_words=["the"],
             logit_bias={"7": 500, 8: -500.0},
             stop="END",
-            stop_token_ids=[9],
+            stop_token_ids=[9, "10"],
         )
         resolved = only(processor.process("r", "a", params)).params
         assert resolved.bad_words_token_ids == [
@@ -304,7 +325,7 @@ class TestResolved:
         ]
         assert resolved.logit_bias == {7: 100.0, 8: -100.0}
         assert resolved.stop == ["END"]
-        assert resolved.stop_token_ids == [9]
+        assert resolved.stop_token_ids == [9, 10]
         assert resolved.eos_token_ids == byte_level.eos_token_ids
 
     def test_eos_ids_beyond_the_model_are_left_out(self, byte_level: Tokenizer) -> None:

@@ -41,6 +41,8 @@ _BOOL_FIELDS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_
 #: Filled in here, never by a client.
 _INTERNAL_FIELDS = ("eos_token_ids", "bad_words_token_ids")
 _CLIENT_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name not in _INTERNAL_FIELDS)
+_MAY_BE_NONE = {f.name for f in fields(SamplingParams) if f.default is None}
+_MAY_BE_NONE |= {"max_tokens", "stop_token_ids", "bad_words"}
 
 #: generation_config.json's names -> ours.
 _GENERATION_CONFIG_FIELDS = {
@@ -121,6 +123,7 @@ class InputProcessor:
 
     def verify(self, params: SamplingParams) -> None:
         """Raises :class:`RequestError` for the first value outside its range."""
+        _verify_types(params)
         _verify_numbers(params)
         _verify_lengths(params)
         for name in ("logprobs", "prompt_logprobs"):
@@ -156,6 +159,8 @@ class InputProcessor:
         Raises :class:`RequestError`.
         """
         self.verify(params)
+        if type(priority) is not int:
+            raise RequestError(f"'priority' must be an integer, got {priority!r:.60}.", "priority")
         if cache_salt is not None:
             _verify_texts("cache_salt", [cache_salt], 1)
         prompt_ids = self.encode_prompt(prompt, add_special_tokens)
@@ -169,7 +174,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
             stop=stop_strings(params),
-            stop_token_ids=list(params.stop_token_ids or ()),
+            stop_token_ids=[_as_token_id(i) for i in params.stop_token_ids or ()],
             # Greedy takes the best token: what narrows the choice is left out.
             top_p=1.0 if is_greedy else params.top_p,
             top_k=0 if is_greedy or params.top_k == -1 else params.top_k,
@@ -293,13 +298,18 @@ def stop_strings(params: SamplingParams) -> list[str]:
     return [params.stop] if isinstance(params.stop, str) else list(params.stop)
 
 
-def _verify_numbers(params: SamplingParams) -> None:
-    for name in _FLOAT_FIELDS:
-        _number(getattr(params, name), name)
-    for name in _INT_FIELDS:
+def _verify_types(params: SamplingParams) -> None:
+    """Of parameters that were made by hand, too."""
+    for name in _CLIENT_FIELDS:
         value = getattr(params, name)
-        if value is not None and type(value) is not int:
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if name in _INT_FIELDS and type(value) is not int:
             raise RequestError(f"'{name}' must be an integer, got {value!r:.60}.", param=name)
+        _typed(name, value)
+
+
+def _verify_numbers(params: SamplingParams) -> None:
     _require(params.temperature >= 0, "temperature", "0 or more", params.temperature)
     _require(0 < params.top_p <= 1, "top_p", "above 0 and at most 1", params.top_p)
     _require(params.top_k >= -1, "top_k", "-1 or 0 (all tokens), or at least 1", params.top_k)
@@ -367,7 +377,7 @@ def _require(is_valid: bool, name: str, range_text: str, value: Any) -> None:
 
 
 def _as_token_id(value: Any) -> int:
-    """A token id; JSON objects have texts for keys."""
+    """A token id; JSON objects have texts for keys. -1 for what is none."""
     if type(value) is int:
         return value
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
