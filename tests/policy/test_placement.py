@@ -64,6 +64,7 @@ def shape_of(modules: Sequence[ModuleSize]) -> ModelShape:
             "bfloat16",
             m.num_bytes,
             names=m.names,
+            fixed_bytes=m.fixed_bytes,
         )
         for m in modules
     )
@@ -446,6 +447,19 @@ def test_split_of_a_few_rows() -> None:
     result = plan(modules, cpu_offload_bytes=1, mode="split")
     assert result.places["layers.3.mlp.down.weight"] == WeightPlace(Placement.SPLIT, 1024 - 64)
     assert len(moved(result)) == 1 and result.host_bytes == 8 * MIB // 16
+
+
+def test_what_every_part_has_is_in_both_memories() -> None:
+    plain = ModuleSize("layers.0.a.weight", 1024, 256)
+    ordered = replace(plain, num_bytes=1024 + 300, fixed_bytes=300)
+    for asked, host in ((1, 256), (300, 512), (1 << 20, 1024)):
+        without = plan([plain], cpu_offload_bytes=asked, mode="split")
+        assert (without.host_bytes, without.device_bytes) == (host, 1024 - host)
+    for asked, host in ((1, 556), (557, 812), (1 << 20, 1324)):
+        result = plan([ordered], cpu_offload_bytes=asked, mode="split")
+        there = 1324 - host + (300 if host < 1324 else 0)
+        assert (result.host_bytes, result.device_bytes) == (host, there)
+        assert result.ring_layer_bytes == -(-host // 64) * 64
 
 
 def test_split_of_everything() -> None:

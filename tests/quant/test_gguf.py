@@ -54,7 +54,10 @@ def test_the_form_counts_what_is_held(type_name: str) -> None:
     ]
     held = made.codes.numel() * made.bits // 8
     held += sum(array.numel() * array.element_size() for array in arrays)
-    assert GGUF_FORMS[type_name].num_bytes(32, columns) == pytest.approx(held, abs=2 * 64)
+    form = GGUF_FORMS[type_name]
+    assert form.has_codebook == (made.codebook is not None)
+    held += form.fixed_bytes(columns)
+    assert form.num_bytes(32, columns) == pytest.approx(held, abs=2 * 64)
 
 
 def test_bytes_of_odd_sizes_are_rounded_up() -> None:
@@ -63,6 +66,7 @@ def test_bytes_of_odd_sizes_are_rounded_up() -> None:
     assert Form(8, 0).num_bytes(1, 1) == -(-16 * (32 + 2) // 64) * 64
     assert Form(4, 32, is_permuted=True).num_bytes(16, 32) == 16 * 18 // 64 * 64 + 64 + 128
     assert Form(4, 32).num_bytes(0, 32) == 0
+    assert Form(4, 32, has_codebook=True).num_bytes(16, 32) == Form(4, 32).num_bytes(16, 32) + 128
 
 
 def test_large_matrices_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

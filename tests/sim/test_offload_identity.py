@@ -367,6 +367,21 @@ def test_quantised_files(
         assert_streamed(ran)
 
 
+@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("offload_bytes", [None, 200 << 10])
+def test_quantised_files_take_what_was_planned(
+    sim_model: Callable[..., Path], tmp_path: Path, case: str, offload_bytes: int | None
+) -> None:
+    """A permutation and a codebook are in every memory that has rows of the matrix."""
+    folder = shutil.copytree(sim_model("llama"), tmp_path / case)
+    files.quantise_folder(folder, *FILES[case])
+    subject = Subject(folder)
+    ran = subject.run(mode="split", cpu_offload_bytes=offload_bytes)
+    assert_same(ran, subject.expected)
+    assert ran.counts["rows_resident"] > 0
+    assert (ran.host_bytes > 0) == (offload_bytes is not None)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_smollm2(smollm2: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_values_are_those_of_the_formula(hf_folder: Maker, case: str) -> None:
         assert form.group or got.group == want.shape[1]
         assert form.zero_bytes == (0 if got.zeros is None else 1)
         assert form.is_permuted == (got.permutation is not None)
+        assert form.has_codebook == (got.codebook is not None)
         assert got.scale is not None and form.scale_bytes == got.scale.element_size()
         assert checkpoint.quantized_bytes(name) == form.num_bytes(*want.shape)
         # The library multiplies by SCB before it divides by 127.

@@ -85,7 +85,8 @@ class Loaded:
             return planned[-1]
 
         def record_places(config: Any, hands: Any, model: Any, names: Any, *rest: Any) -> Any:
-            modules.append((dict(model.named_parameters()), names))
+            fixed = {weight.path: weight.fixed_bytes for weight in rest[3].weights}
+            modules.append((dict(model.named_parameters()), names, fixed))
             return plan_places(config, hands, model, names, *rest)
 
         monkeypatch.setattr(loader, "planned_bytes", record_bytes)
@@ -93,10 +94,17 @@ class Loaded:
         lane = loader.load_lane(config)
         try:
             (self.planned,) = planned
-            ((parameters, names),) = modules
+            ((parameters, names, fixed),) = modules
             #: As ``runner.placing`` makes them.
             self.modules = [
-                ModuleSize(path, self.planned[path], _num_rows(p), _kind(p), tuple(names[path]))
+                ModuleSize(
+                    path,
+                    self.planned[path],
+                    _num_rows(p),
+                    _kind(p),
+                    tuple(names[path]),
+                    fixed[path],
+                )
                 for path, p in parameters.items()
             ]
             self.held = {path: p.held_bytes for path, p in lane.runner.model.named_parameters()}
@@ -243,8 +251,9 @@ def test_a_configuration_of_bitsandbytes(tmp_path: Path) -> None:
     table = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     path = write(tmp_path, LLAMA | {"intermediate_size": 128, "quantization_config": table})
     sizes = {w.path: w.num_bytes for w in shape_of(path).weights}
-    assert sizes["layers.0.attention.output.weight"] == 64 * 64 // 2 + 64 * 4
-    assert sizes["layers.0.mlp.down.weight"] == 64 * 128 // 2 + 64 * 2 * 4
+    book = 128
+    assert sizes["layers.0.attention.output.weight"] == 64 * 64 // 2 + 64 * 4 + book
+    assert sizes["layers.0.mlp.down.weight"] == 64 * 128 // 2 + 64 * 2 * 4 + book
     assert sizes["head.weight"] == 128 * 64 * 4
     table["llm_int8_skip_modules"] = ["down_proj"]  # type: ignore[assignment]
     write(tmp_path, LLAMA | {"intermediate_size": 128, "quantization_config": table})

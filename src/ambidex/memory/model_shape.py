@@ -29,6 +29,8 @@ class WeightShape:
     names: tuple[str, ...] = ()
     #: A gate and what it is multiplied with lie in pairs: half the rows come out.
     is_paired: bool = False
+    #: Of ``num_bytes``, what every part of the rows has: an order of the inputs, a codebook.
+    fixed_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -38,7 +40,7 @@ class WeightShape:
     def module(self) -> ModuleSize:
         """The same as placement sees it."""
         rows = self.rows * self.num_experts // (2 if self.is_paired else 1)
-        return ModuleSize(self.path, self.num_bytes, rows, self.kind, self.names)
+        return ModuleSize(self.path, self.num_bytes, rows, self.kind, self.names, self.fixed_bytes)
 
 
 @dataclass(frozen=True, slots=True)

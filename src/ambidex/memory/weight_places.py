@@ -60,6 +60,8 @@ class ModuleSize:
     kind: WeightKind = WeightKind.MATRIX
     #: In the checkpoint: ``model.layers.3.mlp.gate_proj.weight`` and so on.
     names: tuple[str, ...] = ()
+    #: Of ``num_bytes``, what every part of the rows has: both memories, where it is cut.
+    fixed_bytes: int = 0
 
     @property
     def is_matrix(self) -> bool:
@@ -221,10 +223,13 @@ class Drafts:
         linked = (Placement.STREAM, Placement.SPLIT)
         through_link = [m for m in self.modules if places[m.path].placement in linked]
         host_bytes = sum(on_host.values())
+        twice = sum(
+            m.fixed_bytes for m in self.modules if 0 < places[m.path].resident_rows < m.rows
+        )
         return Draft(
             mode=mode if host_bytes else "resident",
             places=places,
-            device_bytes=self.total - host_bytes,
+            device_bytes=self.total - host_bytes + twice,
             host_bytes=host_bytes,
             streamed_bytes=total(Placement.STREAM),
             computed_bytes=total(Placement.HOST),
@@ -299,7 +304,8 @@ def _is_whole(module: ModuleSize, place: WeightPlace) -> bool:
 def _host_bytes(module: ModuleSize, place: WeightPlace) -> int:
     if _is_whole(module, place):
         return 0
-    return module.num_bytes - module.num_bytes * place.resident_rows // module.rows
+    by_row = module.num_bytes - module.fixed_bytes
+    return module.num_bytes - by_row * place.resident_rows // module.rows
 
 
 def _share_out(modules: Sequence[ModuleSize], wanted: int) -> dict[str, WeightPlace]:

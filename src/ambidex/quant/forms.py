@@ -10,6 +10,8 @@ PANEL_ROWS = 16
 COLUMN_UNIT = 32
 LINE_BYTES = 64
 SUPER_GROUP = 256
+#: A codebook's entries, as numbers and as whole numbers, up to the end of a line.
+CODEBOOK_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,13 @@ class Form:
     super_bytes: int = 0
     #: Columns come in an order of their own: 4 bytes a column, once.
     is_permuted: bool = False
+    #: Codes stand for entries of a table, which the matrix has once.
+    has_codebook: bool = False
+
+    def fixed_bytes(self, columns: int) -> int:
+        """Of :meth:`num_bytes`, what every part of the matrix has, however few its rows are."""
+        order = 4 * columns if self.is_permuted else 0
+        return order + (CODEBOOK_BYTES if self.has_codebook else 0)
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Bytes of ``rows`` x ``columns`` weights in the native layout."""
@@ -35,7 +44,7 @@ class Form:
         row = wide * self.bits // 8 + groups * (self.scale_bytes + self.zero_bytes)
         row += -(-wide // SUPER_GROUP) * self.super_bytes
         panel = -(-PANEL_ROWS * row // LINE_BYTES) * LINE_BYTES
-        return -(-rows // PANEL_ROWS) * panel + (4 * columns if self.is_permuted else 0)
+        return -(-rows // PANEL_ROWS) * panel + self.fixed_bytes(columns)
 
 
 #: GGUF types that are kept at their own bits (two and three bits become four).
@@ -50,8 +59,8 @@ GGUF_FORMS: dict[str, Form] = {
     "Q4_K": Form(4, 32, scale_bytes=1, zero_bytes=1, super_bytes=4),
     "Q5_K": Form(5, 32, scale_bytes=1, zero_bytes=1, super_bytes=4),
     "Q6_K": Form(6, 16, scale_bytes=1, super_bytes=2),
-    "IQ4_NL": Form(4, 32),
-    "MXFP4": Form(4, 32, scale_bytes=4),
+    "IQ4_NL": Form(4, 32, has_codebook=True),
+    "MXFP4": Form(4, 32, scale_bytes=4, has_codebook=True),
 }
 
 #: ``--quantization`` -> the form that plain numbers get while they are loaded (``on_load.py``).

@@ -74,7 +74,7 @@ from ambidex.runner.warm_up import Largest, warm_up
 from ambidex.weights.checkpoint import open_checkpoint
 from ambidex.weights.config_check import check_config
 from ambidex.weights.hub import resolve_model
-from ambidex.weights.load import load_weights, planned_bytes
+from ambidex.weights.load import fixed_bytes, load_weights, planned_bytes
 
 if TYPE_CHECKING:
     from ambidex.device.base import Device
@@ -300,7 +300,10 @@ class _Loading:
         if self._accelerator is not None:
             of_memory = (self._device.name, ASKED_KV_SHARE)
         self._sizes = _LaneSizes(config, steps, self._groups, self._max_model_len, *of_memory)
-        self._shape = built_shape(self._model, self._groups, steps, self._planned)
+        fixed: dict[str, int] = {}
+        if self._low_bit is not None:
+            fixed = fixed_bytes(self._table, self._checkpoint, self._low_bit.fixed_bytes)
+        self._shape = built_shape(self._model, self._groups, steps, self._planned, fixed)
 
     def _build(self, length: int) -> None:
         """The model for contexts of ``length``; it takes no memory yet."""

@@ -31,6 +31,10 @@ class FileForms:
         """Bytes of a tensor in low bits; None where it stays as it is."""
         return self._checkpoint.quantized_bytes(name)
 
+    def fixed_bytes(self, name: str) -> int:
+        """Of these bytes, what every part of a matrix has."""
+        return self._checkpoint.fixed_bytes(name)
+
     def load(self, name: str) -> Tensor | Quantized:
         return self._checkpoint.load_quantized(name, self._unpack)
 
@@ -50,6 +54,10 @@ class QuantisedOnLoad:
         """Bytes of a tensor in low bits; None where it stays as it is."""
         shape = self._checkpoint.tensor_shape(name)
         return ON_LOAD_FORMS[self._kind].num_bytes(*shape) if len(shape) == 2 else None
+
+    def fixed_bytes(self, name: str) -> int:
+        """Of these bytes, what every part of a matrix has."""
+        return ON_LOAD_FORMS[self._kind].fixed_bytes(self._checkpoint.tensor_shape(name)[-1])
 
     def load(self, name: str) -> Tensor | Quantized:
         if len(self._checkpoint.tensor_shape(name)) != 2:

@@ -156,10 +156,14 @@ def _processor(name: str, rate: ComputeRate, link: LinkRate, num_threads: int = 
 
 
 def built_shape(
-    model: CausalLM, groups: Sequence[KVGroup], sizes: StepSizes, num_bytes: Mapping[str, int]
+    model: CausalLM,
+    groups: Sequence[KVGroup],
+    sizes: StepSizes,
+    num_bytes: Mapping[str, int],
+    fixed: Mapping[str, int],
 ) -> ModelShape:
     """The sizes of a model that was built; ``num_bytes``: of its parameters as they will be held,
-    by path."""
+    by path, and ``fixed`` of them what every part of one has."""
     weights = []
     for path, parameter in model.named_parameters():
         rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
@@ -174,6 +178,7 @@ def built_shape(
                 kind=kind,
                 form=form_of(8 * num_bytes[path] / (rows * columns)),
                 num_bytes=num_bytes[path],
+                fixed_bytes=fixed.get(path, 0),
                 num_experts=num_experts,
                 num_chosen=sizes.num_chosen if is_expert else 1,
                 is_paired=kind is WeightKind.MATRIX and _num_rows(parameter) < rows,

@@ -158,6 +158,11 @@ class Checkpoint:
         rows, columns = self._source.shape(name)
         return form.num_bytes(rows, columns)
 
+    def fixed_bytes(self, name: str) -> int:
+        """Of these bytes, what every part of the matrix has."""
+        form = self.quantized_form(name)
+        return 0 if form is None else form.fixed_bytes(self._source.shape(name)[1])
+
     def load_quantized(self, name: str, unpack: Unpack | None = None) -> Quantized | torch.Tensor:
         """One tensor as the file holds it: a low-bit matrix where it has such a form, else plain.
 

@@ -368,7 +368,8 @@ def _bnb_4bit_matrix(reader: _Reader, prefix: str, kind: str) -> _Matrix:
         packed = load(name).contiguous().flatten().view(torch.uint8)
         return from_4bit(name, packed, (rows, columns), scales, load(quant_map), block)
 
-    return _Matrix((rows, columns), Form(4, form_group, scale_bytes=4), tuple(parts), read)
+    form = Form(4, form_group, scale_bytes=4, has_codebook=True)
+    return _Matrix((rows, columns), form, tuple(parts), read)
 
 
 class _State:

@@ -39,7 +39,7 @@ from ambidex.weights.checkpoint import (
 from ambidex.weights.config_check import check_bare_config, check_config
 from ambidex.weights.gguf import GGUFSource
 from ambidex.weights.hub import resolve_model
-from ambidex.weights.load import planned_bytes
+from ambidex.weights.load import fixed_bytes, planned_bytes
 from ambidex.weights.quantization import Files, low_bit_kind
 
 #: Of files whose headers say what they hold.
@@ -196,6 +196,10 @@ def _weights(
         rows, columns = tensors.tensor_shape(name)
         return form.num_bytes(rows, columns)
 
+    def fixed_of(name: str) -> int:
+        return forms[name].fixed_bytes(tensors.tensor_shape(name)[1]) if name in forms else 0
+
+    fixed = fixed_bytes(targets, tensors, fixed_of)
     sized = {spec.path: _Sized(spec, _number_bytes(spec, dtype)) for spec in architecture.weights}
     num_bytes = planned_bytes(sized.items(), targets, tensors, low_bit_bytes if forms else None)
     names: dict[str, list[str]] = {path: [] for path in sized}
@@ -216,6 +220,7 @@ def _weights(
             kind=spec.kind,
             form=_form(spec, held[spec.path], dtype),
             num_bytes=num_bytes[spec.path],
+            fixed_bytes=fixed[spec.path],
             num_experts=spec.num_experts,
             num_chosen=spec.num_chosen,
             names=tuple(names[spec.path]),
@@ -435,7 +440,7 @@ def _quantizer(table: Mapping[str, Any], source: str) -> Callable[[int], Form] |
                 "whole rows, where they divide it."
             )
         if is_bnb:
-            return Form(4, split[0], scale_bytes=4)
+            return Form(4, split[0], scale_bytes=4, has_codebook=True)
         return Form(
             8 if bits == 8 else 4,
             split[0],
