@@ -540,9 +540,19 @@ def test_steps_too_large_for_the_accelerator_come_with_smaller_ones() -> None:
 
 def test_capturing_nothing_is_the_last_way_out() -> None:
     with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), small_gpu("1.8GiB"), config())
+    eager = "--max-num-seqs 16 --max-num-batched-tokens 512 --enforce-eager"
+    assert [proposal.flags for proposal in caught.value.proposals] == [eager]
+
+
+def test_a_comfortable_cache_gives_way_to_weights() -> None:
+    """An eighth of the accelerator for the cache would leave nothing for weights here."""
+    with pytest.raises(PlanRefused) as caught:
         make_plan(seven_b(), small_gpu("2GiB"), config())
+    smaller = "--max-num-seqs 16 --max-num-batched-tokens 512"
     assert [proposal.flags for proposal in caught.value.proposals] == [
-        "--max-num-seqs 16 --max-num-batched-tokens 512 --enforce-eager"
+        smaller,
+        f"{smaller} --enforce-eager",
     ]
 
 

@@ -3,9 +3,12 @@ ready."""
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lane_harness import SIM, make_config
@@ -14,6 +17,7 @@ from ambidex.config import OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe, memory_report
 from ambidex.errors import OutOfMemory
+from ambidex.runner import loader
 
 
 def test_both_memories_are_described(sim_model: Callable[..., Path]) -> None:
@@ -83,3 +87,54 @@ def test_steps_that_leave_nothing_for_weights(sim_model: Callable[..., Path]) ->
         dtype="float32",
     )
     Engine(lowered).close()
+
+
+#: Of a KV cache and a context nobody gave a size.
+FREE: dict[str, Any] = {"kv_cache_bytes": None, "max_model_len": None, "dtype": "float32"}
+
+
+def needed_bytes(folder: Path) -> int:
+    """What steps and the least KV cache need of an accelerator, beside weights."""
+    with pytest.raises(OutOfMemory) as raised:
+        Engine(make_config(folder, SIM.replace("256MiB", "2MiB"), **FREE))
+    number = re.search(r"they need ([0-9.]+) MiB", str(raised.value))
+    assert number is not None
+    return int((float(number[1]) + 0.01) * (1 << 20))
+
+
+def test_a_comfortable_cache_gives_way_to_weights(sim_model: Callable[..., Path]) -> None:
+    """What does not fit beside a cache of an eighth of the accelerator is tried beside the
+    least."""
+    folder = sim_model("llama")
+    # Vectors and few rows of matrices: an eighth of it all is many times as much.
+    size = int((needed_bytes(folder) + (16 << 10)) / 0.92)
+    engine = Engine(make_config(folder, SIM.replace("256MiB", str(size)), **FREE))
+    try:
+        accounts = engine.lane.device.ledger.snapshot().accounts
+        assert 0 < accounts["weights"] < 32 << 10
+        assert 0 < accounts["kv_cache"] < size // 8
+    finally:
+        engine.close()
+
+
+def test_a_refused_plan_keeps_nothing(
+    sim_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though somebody keeps the exception."""
+    opened: list[weakref.ref[Any]] = []
+    open_checkpoint = loader.open_checkpoint
+
+    def noted(*args: Any) -> Any:
+        made = open_checkpoint(*args)
+        opened.append(weakref.ref(made))
+        return made
+
+    folder = sim_model("llama")
+    size = int((needed_bytes(folder) + (1 << 10)) / 0.92)
+    monkeypatch.setattr(loader, "open_checkpoint", noted)
+    offload = OffloadConfig(mode="stream")
+    with pytest.raises(OutOfMemory, match=r"has .* for weights") as raised:
+        Engine(make_config(folder, SIM.replace("256MiB", str(size)), offload, **FREE))
+    gc.collect()
+    assert [reference() for reference in opened] == [None]
+    assert raised.value.__traceback__ is not None

@@ -39,6 +39,7 @@ from ambidex.memory.step_memory import (
     comfortable_kv_bytes,
     graph_bytes,
     graph_rows,
+    plan_beside_cache,
     reserve_host_part,
     room_for_kv,
     rope_bytes,
@@ -223,7 +224,6 @@ def _plan(
         beside = graph_bytes(sizes, captured) + rope_bytes(shape, length)
         share = ASKED_KV_SHARE
         kv_room = room_for_kv(groups, cache, limits, length, is_given)
-        of_kv = "the KV cache"
         least_steps = step_bytes(length if is_given else 1)
         unpacked = _unpacked_bytes(shape, config)
         needs = {
@@ -231,7 +231,7 @@ def _plan(
             "captured steps (none with --enforce-eager)": graph_bytes(sizes, captured),
             "tables of positions": rope_bytes(shape, length),
             "decompressing a weight": unpacked,
-            of_kv: kv_room,
+            "the KV cache": kv_room,
         }
         check_room_for_weights(lane, needs, sizes, limits)
         comfortable = comfortable_kv_bytes(
@@ -241,22 +241,24 @@ def _plan(
             lane.capacity_bytes,
             host.free_bytes - step_bytes(1),
         )
-        kv_room = room_for_kv(groups, cache, limits, length, is_given, comfortable)
-        needs[of_kv] = kv_room
-        placement, cache_bytes = plan_with_cache(
-            shape.modules,
-            lambda num_bytes: plan_placement(
-                shape,
-                num_bytes,
-                max(host.free_bytes - step_bytes(1), 0),
-                config.offload,
-                profile,
-                typical_mix(shape, limits, kv_room),
-            ),
-            lane.free_bytes - sum(needs.values()),
-            lane.capacity_bytes // CACHE_DIVISOR,
-            config.offload.moe_expert_cache,
-        )
+        free_bytes = lane.free_bytes - sum(needs.values()) + kv_room
+        host_bytes = max(host.free_bytes - step_bytes(1), 0)
+        expert_share = lane.capacity_bytes // CACHE_DIVISOR
+
+        def place(kv_room: int) -> tuple[PlacementPlan, int]:
+            mix = typical_mix(shape, limits, kv_room)
+            return plan_with_cache(
+                shape.modules,
+                lambda num_bytes: plan_placement(
+                    shape, num_bytes, host_bytes, config.offload, profile, mix
+                ),
+                max(free_bytes - kv_room, 0),
+                expert_share,
+                config.offload.moe_expert_cache,
+            )
+
+        more = room_for_kv(groups, cache, limits, length, is_given, comfortable)
+        placement, cache_bytes = plan_beside_cache(place, more, kv_room)
         host.reserve("weights", "weights", placement.host_bytes)
         lane.reserve("weights", "weights", placement.device_bytes + cache_bytes)
         lane.reserve("staging", "streamed weights", placement.staging_bytes)

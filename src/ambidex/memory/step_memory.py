@@ -5,9 +5,11 @@ Loading reserves by them before anything is there, and the planner prints the sa
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ambidex.config import CacheConfig, CheckpointConfig, OffloadConfig, SchedulerConfig
 from ambidex.errors import OutOfMemory
@@ -28,6 +30,8 @@ SMALLER_STEPS = ((512, 16), (128, 16))
 ROPE_CHUNK = 1024
 #: The name of what steps beside an accelerator take of the host.
 HOST_PART = "the host's part of steps"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,15 @@ def comfortable_kv_bytes(
     is_asked = offload.cpu_offload_bytes is not None or offload.patterns
     leaving = weight_bytes - left_bytes
     return 0 if is_asked or leaving <= 0 or leaving + 2 * room > host_bytes else room
+
+
+def plan_beside_cache(plan: Callable[[int], T], comfortable: int, least: int) -> T:
+    """``plan(bytes of the KV cache)`` with a ``comfortable`` cache; with the ``least`` one where
+    weights cannot make more room than that. Raises what ``plan`` raises then."""
+    if comfortable > least:
+        with contextlib.suppress(OutOfMemory):
+            return plan(comfortable)
+    return plan(least)
 
 
 def rope_bytes(shape: ModelShape, max_model_len: int) -> int:

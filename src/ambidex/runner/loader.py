@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -50,6 +51,7 @@ from ambidex.memory.step_memory import (
     graph_bytes,
     graph_rows,
     layer_bytes,
+    plan_beside_cache,
     reserve_host_part,
     room_for_kv,
 )
@@ -328,18 +330,21 @@ class _Loading:
         if self._accelerator is not None:
             beside = self._captured_bytes + self._compressing.staging_bytes + rope_bytes(model)
             self._sizes = replace(self._sizes, beside_bytes=beside)
-        kv_room, needed = self._room_beside_weights()
-        self._places = plan_places(
+        needed, least, comfortable = self._room_beside_weights()
+        names = self._table.paths(self._checkpoint.tensor_names())
+        # Not a function of this one's variables, which would stay with a kept exception.
+        place = partial(
+            plan_places,
             config,
             hands,
             model,
-            self._table.paths(self._checkpoint.tensor_names()),
+            names,
             self._planned,
             needed,
             self._sizes.step_bytes(1),
             self._shape,
-            kv_room,
         )
+        self._places = plan_beside_cache(place, comfortable, least)
         self._reserve_weights()
         sizes = self._sizes
         self._memory = LaneMemory(self._device, sizes.fit, sizes.step_bytes, sizes.kv_bytes)
@@ -353,13 +358,14 @@ class _Loading:
             assert hands.host_memory is not None
             hands.host_memory.limit_bytes = layer_bytes(self._sizes.steps, config.scheduler)
 
-    def _room_beside_weights(self) -> tuple[int, int]:
-        """Bytes for the KV cache, and for all that is not weights."""
+    def _room_beside_weights(self) -> tuple[int, int, int]:
+        """Bytes for what is neither weights nor KV cache, for the least cache, and for a
+        comfortable one."""
         sizes = self._sizes
         steps = sizes.step_bytes(sizes.max_model_len if sizes.is_length_given else 1)
         room = sizes.kv_room()
         if self._accelerator is None:
-            return room, steps + room
+            return steps, room, room
         needs = {
             "the largest step": steps,
             "captured steps (none with --enforce-eager)": self._captured_bytes,
@@ -376,8 +382,7 @@ class _Loading:
             ledger.capacity_bytes,
             self._hands.host.ledger.free_bytes - sizes.step_bytes(1),
         )
-        room = sizes.kv_room(comfortable)
-        return room, steps + sizes.beside_bytes + room
+        return steps + sizes.beside_bytes, room, sizes.kv_room(comfortable)
 
     def _reserve_weights(self) -> None:
         places = self._places

@@ -232,9 +232,9 @@ def plan_places(
     kv_room: int,
 ) -> Places:
     """Decide where weights go. ``names``: of the checkpoint, by path; ``sizes``: bytes by path;
-    ``other_bytes``: what the lane's own memory needs beside weights and staging, and
-    ``host_other_bytes`` the host's; ``shape``: of the same model (see :func:`built_shape`);
-    ``kv_room``: for the KV cache. Raises OutOfMemory and OptionError."""
+    ``other_bytes``: what the lane's own memory needs beside weights, staging and ``kv_room`` for
+    the KV cache, and ``host_other_bytes`` the host's; ``shape``: of the same model (see
+    :func:`built_shape`). Raises OutOfMemory and OptionError."""
     host, total = hands.host.ledger, sum(sizes.values())
     accelerator = hands.accelerator
     if accelerator is None:
@@ -245,7 +245,7 @@ def plan_places(
     )
     profile = accelerated_profile(accelerator, hands.host.num_threads)
     mix = typical_mix(shape, config.scheduler, kv_room)
-    budget = max(accelerator.ledger.free_bytes - other_bytes, 0)
+    budget = max(accelerator.ledger.free_bytes - other_bytes - kv_room, 0)
     host_budget = max(host.free_bytes - host_other_bytes, 0)
     share = accelerator.ledger.capacity_bytes // CACHE_DIVISOR
     plan, cache_bytes = plan_with_cache(
