@@ -14,6 +14,8 @@ from ambidex.errors import InvalidModelError, OptionError, OutOfMemory
 from ambidex.kv.block import BLOCK_SIZES, KVGroup
 from ambidex.kv.block_manager import BlockManager
 from ambidex.memory.sizing import (
+    ASKED_KV_SHARE,
+    DEFAULT_KV_SHARE,
     GroupSize,
     KVSize,
     model_length_limit,
@@ -37,6 +39,7 @@ def size(
     step_per_token: int = 0,
     num_seqs: int = 128,
     chunk: int = 2048,
+    share: float = DEFAULT_KV_SHARE,
     **cache: Any,
 ) -> KVSize:
     return size_kv_cache(
@@ -47,6 +50,7 @@ def size(
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=chunk),
         length,
         given,
+        share=share,
     )
 
 
@@ -250,6 +254,15 @@ def test_more_than_there_is() -> None:
         size(LLAMA, available=3 << 20, length=4096)
 
 
+def test_a_block_that_just_fits() -> None:
+    """What is left is a block and the one of zeros, and a little of what may be taken besides."""
+    available = int(2 * 16 * LLAMA.bytes_per_token / ASKED_KV_SHARE) + 1
+    result = size(LLAMA, available=available, length=4096, share=ASKED_KV_SHARE)
+    assert (result.max_model_len, result.num_blocks) == (16, (1,))
+    with pytest.raises(OutOfMemory, match=r"Lower it to 16, which fits\."):
+        size(LLAMA, available=available, length=4096, share=ASKED_KV_SHARE, given=True)
+
+
 def test_a_step_over_long_contexts_takes_its_share() -> None:
     free = size(LLAMA, available=8 * GIB, length=131072)
     beside = size(LLAMA, available=8 * GIB, length=131072, step_per_token=LLAMA.bytes_per_token)
@@ -303,6 +316,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "num_seqs": draw(st.integers(1, 300)),
         "chunk": draw(st.integers(1, 8192)),
         "block_size": draw(st.sampled_from(BLOCK_SIZES)),
+        "share": draw(st.sampled_from([DEFAULT_KV_SHARE, ASKED_KV_SHARE])),
         **sizes,
     }
 

@@ -188,16 +188,18 @@ def size_kv_cache(
             return f"{'Or leave' if is_second else 'Leave'} --num-gpu-blocks-override out."
         return f"{'Or give' if is_second else 'Give'} --kv-cache-memory-bytes {needed}."
 
-    if min(longest, fitting) < cache.block_size:
+    if longest < cache.block_size:
         raise OutOfMemory(
             f"A KV cache of {held} does not hold one block of {cache.block_size} tokens. "
             + room_for(cache.block_size)
         )
     if is_length_given:
+        # Where a block is all that fits there is nothing shorter to be certain of.
+        lower = fitting if fitting >= cache.block_size else longest
         raise OutOfMemory(
             f"--max-model-len {max_model_len} needs "
             f"{format_bytes(sizes.request_bytes(max_model_len))} of KV cache for one request; "
-            f"there are {held}. Lower it to {fitting}, which fits. {room_for(max_model_len, True)}"
+            f"there are {held}. Lower it to {lower}, which fits. {room_for(max_model_len, True)}"
         )
     return KVSize(
         counts,
