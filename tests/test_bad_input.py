@@ -445,7 +445,7 @@ def test_weights_beyond_the_memory(
     # Nearly enough: what halves the weights is named.
     host_bytes(1 << 20)
     assert_refused(call_command("run", str(model), "-p", "x"), "--max-num-batched-tokens")
-    monkeypatch.setattr("ambidex.runner.loader.activation_bytes", lambda *_: 1000)
+    monkeypatch.setattr("ambidex.runner.loader.activation_bytes", lambda *_, **__: 1000)
     monkeypatch.setattr("ambidex.runner.loader._recorded_bytes", lambda *_: {"steps": 1000})
     host_bytes(340_000)
     assert_refused(call_command("run", str(model), "-p", "x"), "--dtype bfloat16")

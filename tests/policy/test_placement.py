@@ -269,7 +269,7 @@ def test_the_head_goes_last() -> None:
 
 @pytest.mark.parametrize("mode", ["compute", "split"])
 def test_where_the_head_has_to_leave_layers_stay(mode: str) -> None:
-    """All layers beside no head would be 200 MiB on the host: the tied embedding leaves for them."""
+    """All layers would be 120 MiB on the host, and do not free what the tied embedding takes."""
     tied = ModuleSize("embedding.weight", 100 * MIB, 4096, WeightKind.TIED)
     modules = [tied, *model(tied=True)[1:]]
     result = plan(modules, 100 * MIB - 1, mode=mode, prefetch_step=0, profile=FAST_HOST)

@@ -521,7 +521,7 @@ def small_gpu(size: str) -> HardwareProfile:
 
 def test_steps_too_large_for_the_accelerator_come_with_smaller_ones() -> None:
     """The refusal names limits that leave weights what it says, and they are planned."""
-    profile = small_gpu("2.4GiB")
+    profile = small_gpu("2GiB")
     with pytest.raises(PlanRefused) as caught:
         make_plan(seven_b(), profile, config())
     match = re.search(
@@ -540,7 +540,7 @@ def test_steps_too_large_for_the_accelerator_come_with_smaller_ones() -> None:
 
 def test_capturing_nothing_is_the_last_way_out() -> None:
     with pytest.raises(PlanRefused) as caught:
-        make_plan(seven_b(), small_gpu("1.8GiB"), config())
+        make_plan(seven_b(), small_gpu("1.2GiB"), config())
     eager = "--max-num-seqs 16 --max-num-batched-tokens 512 --enforce-eager"
     assert [proposal.flags for proposal in caught.value.proposals] == [eager]
 
@@ -548,7 +548,7 @@ def test_capturing_nothing_is_the_last_way_out() -> None:
 def test_a_comfortable_cache_gives_way_to_weights() -> None:
     """An eighth of the accelerator for the cache would leave nothing for weights here."""
     with pytest.raises(PlanRefused) as caught:
-        make_plan(seven_b(), small_gpu("2GiB"), config())
+        make_plan(seven_b(), small_gpu("1.5GiB"), config())
     smaller = "--max-num-seqs 16 --max-num-batched-tokens 512"
     assert [proposal.flags for proposal in caught.value.proposals] == [
         smaller,
@@ -558,7 +558,7 @@ def test_a_comfortable_cache_gives_way_to_weights() -> None:
 
 def test_the_host_alone_is_the_very_last_way_out() -> None:
     """Of this machine; one that was described has an accelerator because that is asked about."""
-    described = small_gpu("1GiB")
+    described = small_gpu("0.7GiB")
     here = dataclasses.replace(described, origin="measured")
     for profile, flags in ((described, []), (here, ["--device cpu"])):
         with pytest.raises(PlanRefused) as caught:

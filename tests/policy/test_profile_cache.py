@@ -148,6 +148,7 @@ def _set(values: Any, path: str, value: Any) -> None:
         ("profile.host.bytes_per_s", True),
         ("profile.host.launch_s", None),
         ("profile.host.more", 1),
+        ("profile.host.gathers_kv", 1),
         ("profile.host.products", {}),
         (
             "profile.host.products",

@@ -147,7 +147,12 @@ def measure_host(
         rate = core_rate(device.kernels)
         products = {"float32": ProductRate(((1, rate.flops),))}
         return Processor(
-            name, memory_bytes, rate.bytes_per_s, products, num_threads=device.num_threads
+            name,
+            memory_bytes,
+            rate.bytes_per_s,
+            products,
+            num_threads=device.num_threads,
+            gathers_kv=device.kernels.gathers_kv,
         )
     with torch.inference_mode():
         return _HostProbe(device, sizes.on(device.num_threads)).measure(name, memory_bytes)
@@ -205,6 +210,7 @@ def measure_device(device: Accelerator) -> Processor:
         bytes_per_s=rate.bytes_per_s,
         products={"float32": ProductRate(((1, rate.flops),))},
         launch_s=rate.launch_s,
+        gathers_kv=device.kernels.gathers_kv,
     )
 
 

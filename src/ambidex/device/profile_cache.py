@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Of what is measured, and of how it is written.
-FORMAT = 3
+FORMAT = 4
 
 #: A profile is far smaller; no more of a file is read.
 _MAX_BYTES = 1 << 20
@@ -290,6 +290,10 @@ def _processor(values: Mapping[str, Any]) -> Processor:
             made[name] = {form: _rate(rate) for form, rate in value.items()}
         elif name in pairs:
             made[name] = _pairs(value)
+        elif name == "gathers_kv":
+            if not isinstance(value, bool):
+                raise TypeError(f"{value!r} is neither true nor false")
+            made[name] = value
         else:
             made[name] = str(value) if name == "name" else _number(value)
     processor = Processor(**made)

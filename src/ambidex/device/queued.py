@@ -82,6 +82,7 @@ class QueuedKernels:
         self.name = memory.name
         self.description = description
         self.row_pad = inner.row_pad
+        self.gathers_kv = inner.gathers_kv
         self.ACTIVATIONS: Mapping[str, Any] = inner.ACTIVATIONS
         self._memory = memory
         self._rate = rate

@@ -72,6 +72,7 @@ class NativeKernels(
     name = "native"
     row_pad = 1
     can_record = True
+    gathers_kv = False
     ACTIVATIONS = ACTIVATIONS
 
     def __init__(

@@ -53,6 +53,7 @@ description = "reference (PyTorch)"
 row_pad = ROW_PAD
 #: This table has no recording of steps.
 can_record = False
+gathers_kv = True
 
 # PyTorch's elementwise operations: elements that one more thread is worth, and elements of the
 # widest loop of vectors (what does not fill one goes through the scalar version).

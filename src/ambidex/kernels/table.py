@@ -46,6 +46,9 @@ class Kernels(Protocol):
     row_pad: int
     #: Whether a step can be recorded and replayed; see ``kernels/cpu/recording.py``.
     can_record: bool
+    #: Whether attention copies keys and values out of the cache before it reads them: for the
+    #: longest context that takes memory, which is reserved.
+    gathers_kv: bool
     ACTIVATIONS: Mapping[str, Any]
 
     def put(self, x: Tensor) -> Tensor:

@@ -204,11 +204,15 @@ def _plan(
 ) -> Plan:
     limits, cache = config.scheduler, config.cache
     length, is_given = _longest(shape, config)
-    sizes = StepSizes.of_shape(shape)
+    sizes = StepSizes.of_shape(shape, (profile.device or profile.host).gathers_kv)
     groups = [GroupSize(group.bytes_per_token, group.window) for group in shape.kv]
 
     def step_bytes(length: int) -> int:
-        return activation_bytes(sizes, limits, length)
+        return activation_bytes(sizes, limits, length, chooses=profile.device is None)
+
+    # Beside an accelerator: tokens are chosen there, and attention has no part in it.
+    of_host = replace(sizes, gathers_kv=False)
+    host_step_bytes = activation_bytes(of_host, limits, length)
 
     host = Ledger(HOST, profile.host.memory_bytes)
     host.reserve("runtime", "runtime", min(HOST_RUNTIME_BYTES, host.capacity_bytes))
@@ -239,10 +243,10 @@ def _plan(
             shape.weight_bytes,
             lane.free_bytes - sum(needs.values()),
             lane.capacity_bytes,
-            host.free_bytes - step_bytes(1),
+            host.free_bytes - host_step_bytes,
         )
         free_bytes = lane.free_bytes - sum(needs.values()) + kv_room
-        host_bytes = max(host.free_bytes - step_bytes(1), 0)
+        host_bytes = max(host.free_bytes - host_step_bytes, 0)
         expert_share = lane.capacity_bytes // CACHE_DIVISOR
 
         def place(kv_room: int) -> tuple[PlacementPlan, int]:
@@ -281,7 +285,7 @@ def _plan(
     if lane is not host:
         lane.reserve("graphs", "captured steps", graph_bytes(sizes, captured))
         lane.reserve("activations", "tables of positions", rope_bytes(shape, kv.max_model_len))
-        reserve_host_part(host, step_bytes(kv.max_model_len))
+        reserve_host_part(host, host_step_bytes)
     lane.reserve("activations", "steps", step_bytes(kv.max_model_len))
     lane.reserve(
         "kv_cache",

@@ -103,6 +103,8 @@ class Processor:
     #: What its memory gives to everyone together, copies over the link included; 0: no more than
     #: the processor alone reads.
     shared_bytes_per_s: float = 0.0
+    #: Whether its attention copies keys and values before it reads them, which takes memory.
+    gathers_kv: bool = False
 
     @property
     def total_bytes_per_s(self) -> float:

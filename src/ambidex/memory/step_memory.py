@@ -28,6 +28,10 @@ KV_DIVISOR = 8
 SMALLER_STEPS = ((512, 16), (128, 16))
 #: Rotation tables grow by this many positions.
 ROPE_CHUNK = 1024
+#: Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
+LOGIT_ROWS = 64
+#: What kernels' threads hold, rotations, and what a sampler takes however small a vocabulary is.
+FIXED_BYTES = 8 << 20
 #: The name of what steps beside an accelerator take of the host.
 HOST_PART = "the host's part of steps"
 
@@ -49,10 +53,15 @@ class StepSizes:
     num_experts: int = 0
     #: Experts that a token chooses.
     num_chosen: int = 0
+    #: Whether attention gathers keys and values before it reads them; see ``kernels/table.py``.
+    gathers_kv: bool = False
 
     @classmethod
     def of_config(
-        cls, config: CheckpointConfig, groups: Sequence[tuple[int, int, int]]
+        cls,
+        config: CheckpointConfig,
+        groups: Sequence[tuple[int, int, int]],
+        gathers_kv: bool = False,
     ) -> StepSizes:
         """``groups``: layers, KV heads and head size of each KV group."""
         hidden = int(config.require("hidden_size"))
@@ -66,10 +75,11 @@ class StepSizes:
             num_layers=sum(layers for layers, _, _ in groups),
             num_experts=experts,
             num_chosen=int(config.get("num_experts_per_tok", 2)) if experts else 0,
+            gathers_kv=gathers_kv,
         )
 
     @classmethod
-    def of_shape(cls, shape: ModelShape) -> StepSizes:
+    def of_shape(cls, shape: ModelShape, gathers_kv: bool = False) -> StepSizes:
         return cls(
             hidden=shape.hidden_size,
             inner=shape.intermediate_size,
@@ -79,6 +89,7 @@ class StepSizes:
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             num_chosen=shape.num_chosen,
+            gathers_kv=gathers_kv,
         )
 
 
@@ -86,15 +97,24 @@ def _width(group: KVShape) -> int:
     return group.num_kv_heads * group.head_dim
 
 
-def activation_bytes(sizes: StepSizes, limits: SchedulerConfig, max_model_len: int) -> int:
-    """An upper estimate of what a step needs beside weights and KV, in bytes."""
+def activation_bytes(
+    sizes: StepSizes, limits: SchedulerConfig, max_model_len: int, *, chooses: bool = True
+) -> int:
+    """An upper estimate of what a step needs beside weights and KV, in bytes. ``chooses``: tokens
+    are chosen in the same memory; beside an accelerator that is the host's."""
     rows = limits.max_num_batched_tokens
-    # Logits, and about three temporaries of the sampler.
-    logits = 4 * sizes.vocab * max(limits.max_num_seqs, 128)
-    # Keys and values of one layer as gathered, narrow and widened.
-    gathered = 4 * sizes.kv_width * max(max_model_len, MIN_GATHERED)
+    if chooses:
+        # Logits, and about three temporaries of the sampler.
+        fixed, logits = FIXED_BYTES, 4 * sizes.vocab * max(limits.max_num_seqs, 2 * LOGIT_ROWS)
+    else:
+        # Those of a head in pieces, and what they are put together in.
+        fixed, logits = 0, 2 * sizes.vocab * max(limits.max_num_seqs, LOGIT_ROWS)
+    gathered = 0
+    if sizes.gathers_kv:
+        # Keys and values of one layer, narrow and widened.
+        gathered = 4 * sizes.kv_width * max(max_model_len, MIN_GATHERED)
     shared = 3 * sizes.num_chosen * sizes.hidden * min(rows, MAX_ROWS)
-    return layer_bytes(sizes, limits) + 4 * (logits + gathered + shared)
+    return layer_bytes(sizes, limits) + 4 * (logits + gathered + shared) + fixed
 
 
 def layer_bytes(sizes: StepSizes, limits: SchedulerConfig) -> int:
@@ -117,7 +137,8 @@ def check_room_for_weights(
     for tokens, seqs in SMALLER_STEPS:
         smaller = smaller_steps(limits, tokens, seqs)
         # Results of a context cancel out.
-        saved = activation_bytes(sizes, limits, 1) - activation_bytes(sizes, smaller, 1)
+        saved = activation_bytes(sizes, limits, 1, chooses=False)
+        saved -= activation_bytes(sizes, smaller, 1, chooses=False)
         left = free - total + saved
         if left >= free / 8:
             advice = (

@@ -44,6 +44,7 @@ from ambidex.memory.sizing import (
 )
 from ambidex.memory.step_memory import (
     HOST_PART,
+    LOGIT_ROWS,
     StepSizes,
     activation_bytes,
     check_room_for_weights,
@@ -62,7 +63,7 @@ from ambidex.runner.graphs import GraphReplayer
 from ambidex.runner.hands import Hands, open_hands
 from ambidex.runner.lane_memory import LaneMemory, bytes_of_modules, memory_refused
 from ambidex.runner.low_bit import low_bit_source
-from ambidex.runner.model_runner import LOGIT_ROWS, ModelRunner
+from ambidex.runner.model_runner import ModelRunner
 from ambidex.runner.placing import (
     built_shape,
     host_weight_bytes,
@@ -206,6 +207,8 @@ class _LaneSizes:
     steps: StepSizes
     groups: Sequence[KVGroup]
     max_model_len: int
+    #: Whether tokens are chosen in the lane's memory.
+    chooses: bool
     #: The device's memory in words, and the share of it for a cache that nobody sized.
     memory: str
     share: float
@@ -222,7 +225,12 @@ class _LaneSizes:
 
     def step_bytes(self, length: int) -> int:
         """Of a step whose contexts are up to ``length`` tokens."""
-        return activation_bytes(self.steps, self.config.scheduler, length)
+        return activation_bytes(self.steps, self.config.scheduler, length, chooses=self.chooses)
+
+    @property
+    def host_step_bytes(self) -> int:
+        """Of a step beside an accelerator, where attention is."""
+        return activation_bytes(replace(self.steps, gathers_kv=False), self.config.scheduler, 1)
 
     def kv_bytes(self, num_blocks: tuple[int, ...]) -> int:
         return kv_cache_bytes(list(self.groups), num_blocks, self.config.cache.block_size)
@@ -296,11 +304,13 @@ class _Loading:
             self._low_bit.num_bytes if self._low_bit else None,
         )
         steps = StepSizes.of_config(
-            self._values, [(len(g.layers), g.num_kv_heads, g.head_dim) for g in self._groups]
+            self._values,
+            [(len(g.layers), g.num_kv_heads, g.head_dim) for g in self._groups],
+            hands.kernels.gathers_kv,
         )
-        of_memory = ("host memory", DEFAULT_KV_SHARE)
+        of_memory = (True, "host memory", DEFAULT_KV_SHARE)
         if self._accelerator is not None:
-            of_memory = (self._device.name, ASKED_KV_SHARE)
+            of_memory = (False, self._device.name, ASKED_KV_SHARE)
         self._sizes = _LaneSizes(config, steps, self._groups, self._max_model_len, *of_memory)
         fixed: dict[str, int] = {}
         if self._low_bit is not None:
@@ -341,7 +351,7 @@ class _Loading:
             names,
             self._planned,
             needed,
-            self._sizes.step_bytes(1),
+            self._sizes.host_step_bytes,
             self._shape,
         )
         self._places = plan_beside_cache(place, comfortable, least)
@@ -353,7 +363,7 @@ class _Loading:
             self._build(self._memory.size.max_model_len)
         self._host_part: Reservation | None = None
         if self._accelerator is not None:
-            num_bytes = self._sizes.step_bytes(self._memory.size.max_model_len)
+            num_bytes = self._sizes.host_step_bytes
             self._host_part = reserve_host_part(hands.host.ledger, num_bytes)
             assert hands.host_memory is not None
             hands.host_memory.limit_bytes = layer_bytes(self._sizes.steps, config.scheduler)
@@ -380,7 +390,7 @@ class _Loading:
             sum(self._planned.values()),
             ledger.free_bytes - sum(needs.values()),
             ledger.capacity_bytes,
-            self._hands.host.ledger.free_bytes - sizes.step_bytes(1),
+            self._hands.host.ledger.free_bytes - sizes.host_step_bytes,
         )
         return steps + sizes.beside_bytes, room, sizes.kv_room(comfortable)
 

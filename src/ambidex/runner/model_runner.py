@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ambidex.layers.sampler import Sampler, SamplerRow, prompt_logprobs
+from ambidex.memory.step_memory import LOGIT_ROWS
 from ambidex.request import TokenLogprobs
 from ambidex.runner.batch import build_batch, order_requests
 from ambidex.runner.decision import Decision, ScheduledRequest, StepResult
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from ambidex.runner.replay import Replayer
 
 logger = logging.getLogger(__name__)
-
-#: Logits of prompt tokens are computed for this many rows at a time, to bound their memory.
-LOGIT_ROWS = 64
 
 
 @dataclass(slots=True)

@@ -75,6 +75,7 @@ class PlacedKernels:
         self.name = device.name
         self.description = f"{device.kernels.description}, and the host's {host.inner.description}"
         self.row_pad = device.kernels.row_pad
+        self.gathers_kv = device.kernels.gathers_kv
         self.ACTIVATIONS: Mapping[str, Any] = device.kernels.ACTIVATIONS
         self._streamer: Streamer | None = None
         self._experts: ExpertSlots | None = None
