@@ -68,6 +68,8 @@ class Ran:
     traces: list[Trace]
     errors: list[str | None]
     steps: list[Step] = field(default_factory=list)
+    #: Requests that ran alone after a step had failed: also after a wait that was missing.
+    num_alone: int = 0
     #: See PlacedKernels.counts; empty on the CPU lane.
     counts: dict[str, int] = field(default_factory=dict)
     wasted_bytes: int = 0
@@ -159,6 +161,14 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int, firs
     for index, prompt in enumerate(inputs):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
         engine.add_request(EngineRequest(str(first + index), list(prompt), params, 0.0))
+    runner = engine.lane.runner
+    run_alone = runner._execute_alone
+
+    def note_alone(*request: Any) -> None:
+        ran.num_alone += 1
+        run_alone(*request)
+
+    runner._execute_alone = note_alone  # type: ignore[method-assign]
     rows = [(0, 0)]
     if placed is not None:
         begin_step = placed.begin_step
@@ -181,6 +191,7 @@ def drive(engine: Engine, inputs: Sequence[Sequence[int]], num_tokens: int, firs
         counts = {name: after[name] - before[name] for name in after}
         end_s = clock.host_s if clock else 0.0
         ran.steps.append(Step(end_s - began_s, end_s, rows[0], counts))
+    runner._execute_alone = run_alone  # type: ignore[method-assign]
     if placed is not None:
         placed.begin_step = begin_step  # type: ignore[method-assign]
         count_up(ran, engine, placed)
@@ -230,9 +241,11 @@ def placed_bytes(parameter: Parameter) -> int:
     return sum(weight.host_bytes for weight in held if isinstance(weight, PlacedWeight))
 
 
-def assert_same(got: Ran, expected: Ran, num_tokens: int = 8) -> None:
-    """The same tokens and log probabilities, bit for bit."""
+def assert_same(got: Ran, expected: Ran, num_tokens: int = 8, *, has_failed: bool = False) -> None:
+    """The same tokens and log probabilities, bit for bit; ``has_failed``: a step failed, and its
+    requests ran again."""
     assert got.errors == [None] * len(expected.traces)
+    assert (got.num_alone > 0) == has_failed
     for index, (ours, theirs) in enumerate(zip(got.traces, expected.traces, strict=True)):
         assert len(ours) == len(theirs) == num_tokens
         assert ours == theirs, f"prompt {index}"

@@ -487,7 +487,7 @@ def test_work_that_fails_once(
                 prepare=lambda _, patch=patch: patch.setattr(Stream, "_execute", failing),
             )
         assert left[0] < 0, "it has failed"
-        assert_same(ran, subject.expected)
+        assert_same(ran, subject.expected, has_failed=True)
 
 
 def test_a_part_of_a_prompt_that_fails_once(
@@ -515,7 +515,7 @@ def test_a_part_of_a_prompt_that_fails_once(
         prepare=lambda _: monkeypatch.setattr(Stream, "_execute", failing),
     )
     assert left[0] < 0, "it has failed"
-    assert_same(ran, expected, 4)
+    assert_same(ran, expected, 4, has_failed=True)
 
 
 def fail() -> None:
