@@ -20,9 +20,17 @@ from ambidex.kernels import rows
 from ambidex.kernels.quantized import Quantized
 from ambidex.layers.module import Place
 from ambidex.memory.cost_model import ComputeRate
+from ambidex.quant import lossless
 from ambidex.quant.on_load import quantise
+from ambidex.weights.compressed import Compression
 from ambidex.weights.placed import PlacedKernels
-from ambidex.weights.placed_weight import Ordered, PlacedWeight, ring_bytes, row_ranges
+from ambidex.weights.placed_weight import (
+    Ordered,
+    PlacedWeight,
+    decompressed_bytes,
+    ring_bytes,
+    row_ranges,
+)
 from ambidex.weights.streamer import Streamer, staged_bytes
 
 RATE = ComputeRate(10e9, 50e9)
@@ -372,6 +380,41 @@ def test_without_copies_ahead(lane: Lane) -> None:
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     for before, after in itertools.pairwise(spans):
         assert before.end_s <= after.start_s + 1e-12
+
+
+def test_without_copies_ahead_the_host_waits_too(lane: Lane) -> None:
+    """Nothing is launched meanwhile, on any stream."""
+    lane.is_async = False
+    (weight,) = chain(lane, 1, Place(0, lambda _: 64))
+    lane.stream(1)
+    lane.kernels.begin_step(3, 0)
+    clock = lane.device.clock
+    assert clock.host_s == 0.0
+    lane.kernels.linear(lane.device.store(torch.randn(3, 64), "activations"), weight)
+    copied = next(span for span in clock.timeline if span.name == "weights")
+    assert clock.host_s == copied.end_s > 0.0
+
+
+def test_a_decompressed_weight_leaves_the_ring_before_its_product(lane: Lane) -> None:
+    """The next one is copied over what crossed, while the accelerator multiplies."""
+    lane.kernels.compression = Compression(1e9, 1e12)
+    place = Place(0, lambda _: 1024, is_compressed=True)
+    weights = [lane.place(torch.randn(1024, 1024).bfloat16(), place) for _ in range(3)]
+    streamer = lane.stream(1)
+    streamer.decompress_into(decompressed_bytes(lane.order))
+    x = torch.randn(200, 1024)
+    expected = x
+    for weight in weights:
+        words = lossless.decompress(weight.host._compressed).view(torch.bfloat16)
+        plain = weight.host.form.gather([(0, 1024)], lambda _, words=words: words.view(torch.uint8))
+        expected = lane.plain.linear(expected, plain)
+    assert torch.equal(step(lane, weights, x), expected)
+    lane.device.synchronize()
+    spans = lane.device.clock.timeline
+    copies, products = ([s for s in spans if s.name == name] for name in ("weights", "linear"))
+    assert len(copies) == 4 and len(products) == 3
+    for copy, product in zip(copies[1:], products, strict=True):
+        assert copy.start_s <= product.start_s < product.end_s
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
