@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -484,6 +485,29 @@ def test_a_third_partys_device(sim_model: Callable[..., Path], toy: list[str], m
     assert (ran.counts["rows_streamed"] > 0) == (mode in ("stream", "split"))
     if mode == "stream":
         assert_streamed(ran)
+
+
+def test_the_page_names_all_that_a_device_has() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    named = set(re.findall(r"`([a-z_]+)[`(]", page))
+    assert named >= Toy.KNOWN, Toy.KNOWN - named
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'mychip'"), AttributeError("no make")]
+)
+def test_a_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def load() -> None:
+        raise error
+
+    entry = SimpleNamespace(name="mychip", value="mychip.device:make", load=load)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(OptionError) as caught:
+        registry.make_accelerator("mychip", lambda: RATE, ())
+    assert str(caught.value) == (
+        f"--device mychip: its package registers mychip.device:make, which cannot be loaded: "
+        f"{error}. Install the package again, or choose another device."
+    )
 
 
 def test_a_name_that_is_nearly_right(toy: list[str]) -> None:

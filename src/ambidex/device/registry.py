@@ -52,5 +52,11 @@ def make_accelerator(
                 f"--device {name}: there is no such device."
                 f"{f' Did you mean {near[0]}?' if near else ''} Known here: {', '.join(names)}."
             )
-        maker = cast(Maker, found[0].load())
+        try:
+            maker = cast(Maker, found[0].load())
+        except Exception as error:  # Another's package fails in many ways.
+            raise OptionError(
+                f"--device {name}: its package registers {found[0].value}, which cannot be loaded: "
+                f"{error}. Install the package again, or choose another device."
+            ) from error
     return maker(settings, core_rate, cpus)
