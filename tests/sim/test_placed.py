@@ -382,6 +382,31 @@ def test_without_copies_ahead(lane: Lane) -> None:
         assert before.end_s <= after.start_s + 1e-12
 
 
+def test_nothing_waits_for_what_a_failed_step_used(lane: Lane) -> None:
+    """What lies in the ring's end was used after something had failed, and is still there when the
+    next step needs its place."""
+    place = Place(0, lambda _: 128)
+    weights = [lane.place(torch.randn(128, 128), place) for _ in range(2)]
+    weights.append(lane.place(torch.randn(64, 128), Place(0, lambda _: 64)))
+    streamer = Streamer(lane.device, 192 * 128 * 4)
+    lane.kernels.set_order(lane.order, streamer)
+    x = torch.randn(3, 128)
+    expected = x
+    for weight in weights:
+        expected = lane.plain.linear(expected, weight.host)
+    assert torch.equal(step(lane, weights, x), expected)
+
+    def fail() -> None:
+        raise RuntimeError("for once")
+
+    lane.device.compute.launch("fails", fail, 0.0)
+    with pytest.raises(DeviceError, match="for once"):
+        step(lane, weights, x)
+    with pytest.raises(DeviceError, match="for once"):
+        lane.device.synchronize()
+    assert torch.equal(step(lane, weights, x), expected)
+
+
 def test_without_copies_ahead_the_host_waits_too(lane: Lane) -> None:
     """Nothing is launched meanwhile, on any stream."""
     lane.is_async = False

@@ -135,7 +135,6 @@ class Streamer:
             self._held.clear()
         if self._is_async and list(self._ahead) != self._first_in_ring():
             self._drop_ahead()
-            self._end = self._size
             self._fetch_ahead(-1)
 
     def end_step(self) -> None:
