@@ -4,6 +4,7 @@ on both sides, and changes between steps alone."""
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_placed import Lane
 
 from ambidex.config import (
     CacheConfig,
@@ -22,7 +24,9 @@ from ambidex.config import (
     SchedulerConfig,
 )
 from ambidex.engine.engine import Engine
+from ambidex.errors import DeviceError
 from ambidex.kernels.native import NativeKernels
+from ambidex.layers.module import Place
 from ambidex.memory import expert_cache
 from ambidex.memory.model_shape import ModelShape, WeightShape
 from ambidex.memory.placement import (
@@ -36,7 +40,7 @@ from ambidex.memory.profile import HardwareProfile, Processor, ProductRate
 from ambidex.memory.rates import LinkRate
 from ambidex.request import EngineRequest, SamplingParams
 from ambidex.runner import loader
-from ambidex.weights.expert_slots import ExpertSlots, SharedExperts
+from ambidex.weights.expert_slots import ExpertSlots, HostExperts, SharedExperts
 from ambidex.weights.placed import PlacedKernels
 
 MODELS = ("qwen3_moe", "mixtral")
@@ -471,3 +475,74 @@ def test_a_failed_step_leaves_the_cache_whole(
     assert len(calls) > 33
     assert run.trace == ours.trace
     assert run.counts["expert_swaps"] > 0
+
+
+# ------------------------------------------------------------------------------------- the slots
+
+
+class Slots:
+    """One layer of two experts, of which the accelerator has room for one: at first number 0, and
+    after a step that used number 1 a lot that one."""
+
+    def __init__(self) -> None:
+        self.lane = Lane()
+        place = Place(0, lambda _: 0)
+        gate_up, down = (
+            [self.lane.kernels.place([torch.randn(64, 64)], False, place) for _ in range(2)]
+            for _ in range(2)
+        )
+        self.key: list[Any] = gate_up
+        layer = HostExperts(gate_up, [w.host for w in gate_up], [w.host for w in down])
+        self.slots = ExpertSlots(self.lane.device, self.lane.kernels.host, [layer], [1])
+        assert self.slots.cached(0) == {0}
+
+    def use(self, expert: int) -> None:
+        self.slots.begin_step(64)
+        self.slots.note_use(self.key, 64, 1, torch.full((64, 1), expert))
+        self.lane.device.synchronize()
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    made = Slots()
+    yield made
+    made.lane.close()
+
+
+@pytest.mark.parametrize("stream", ["compute", "host"])
+def test_nothing_changes_while_something_computes(slots: Slots, stream: str) -> None:
+    """Calls read who has an expert when they run: a slot is overwritten when they have."""
+    slots.use(1)
+    queue = slots.lane.device.compute if stream == "compute" else slots.lane.kernels.host.stream
+    gate, seen = threading.Event(), []
+
+    def compute() -> None:
+        assert gate.wait(20)
+        seen.append(slots.slots.cached(0))
+
+    queue.launch("computes", compute, 0.0)
+    threading.Timer(0.1, gate.set).start()
+    slots.slots.begin_step(64)
+    assert gate.is_set()
+    assert slots.slots.cached(0) == set(), "one has left, and the other is on its way"
+    slots.slots.begin_step(64)
+    assert slots.slots.cached(0) == {1}
+    slots.lane.device.synchronize()
+    assert seen == [{0}]
+
+
+def test_a_change_is_made_after_a_failure(slots: Slots) -> None:
+    """What was decided when something failed is not forgotten: the policy counts it as done."""
+
+    def fail() -> None:
+        raise RuntimeError("for once")
+
+    slots.use(1)
+    slots.lane.device.compute.launch("fails", fail, 0.0)
+    for failing in (slots.slots.begin_step, lambda _: slots.lane.device.synchronize()):
+        with pytest.raises(DeviceError, match="for once"):
+            failing(64)
+    slots.slots.begin_step(64)
+    slots.slots.begin_step(64)
+    assert slots.slots.cached(0) == {1}
+    assert slots.slots.counts()["expert_swaps"] == 1
