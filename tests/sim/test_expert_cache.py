@@ -531,6 +531,20 @@ def test_nothing_changes_while_something_computes(slots: Slots, stream: str) -> 
     assert seen == [{0}]
 
 
+def test_an_expert_is_there_before_it_is_used(slots: Slots) -> None:
+    """Calls are not told of whose memory they read: nothing else would notice."""
+    slots.use(1)
+    gate = threading.Event()
+    slots.lane.device.copy_in.launch("slow link", lambda: gate.wait(20), 0.0)
+    slots.slots.begin_step(64)
+    assert slots.slots.cached(0) == set()
+    threading.Timer(0.1, gate.set).start()
+    slots.slots.begin_step(64)
+    assert gate.is_set() and slots.slots.cached(0) == {1}
+    there = slots.slots._layers[0].device_gate_up[1]
+    assert torch.equal(there.panels, slots.key[1].host.panels)
+
+
 def test_a_change_is_made_after_a_failure(slots: Slots) -> None:
     """What was decided when something failed is not forgotten: the policy counts it as done."""
 
