@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from lane_harness import SIM, make_config
 from ambidex.config import OffloadConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.summary import describe, memory_report
-from ambidex.errors import OutOfMemory
+from ambidex.errors import InvalidModelError, OutOfMemory
 from ambidex.runner import loader
+from ambidex.runner.model_runner import ModelRunner
 
 
 def test_both_memories_are_described(sim_model: Callable[..., Path]) -> None:
@@ -65,6 +66,37 @@ def test_the_largest_steps_run_before_the_engine_is_ready(
         assert engine.times.num_steps == 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (OutOfMemory("sim:0: full."), OutOfMemory, "sim:0: full. Lower --max-num-batched-tokens"),
+        (RuntimeError("can't allocate memory: 1 TB"), OutOfMemory, "--max-num-seqs"),
+        (RuntimeError("a bad kernel"), InvalidModelError, "failed: a bad kernel"),
+    ],
+    ids=["full", "refused", "other"],
+)
+@pytest.mark.parametrize("device", ["cpu", SIM], ids=["cpu", "sim"])
+def test_a_largest_step_that_only_runs_in_parts_is_no_start(
+    sim_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    error: Exception,
+    expected: type[Exception],
+    words: str,
+) -> None:
+    """Its requests one by one would do, and each such step of a server would be a failed one."""
+    execute = ModelRunner._execute
+
+    def failing(self: ModelRunner, requests: Sequence[Any], result: Any) -> None:
+        if len(requests) > 1:
+            raise error
+        execute(self, requests, result)
+
+    monkeypatch.setattr(ModelRunner, "_execute", failing)
+    with pytest.raises(expected, match=f"A step with [0-9]+ tokens of .*{re.escape(words)}"):
+        Engine(make_config(sim_model("llama"), device, warm_up_fully=True))
 
 
 def test_steps_that_leave_nothing_for_weights(sim_model: Callable[..., Path]) -> None:

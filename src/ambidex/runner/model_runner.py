@@ -57,11 +57,11 @@ class ModelRunner:
         self._sampler = Sampler(cast("BestTokens", device.kernels) if is_native else None)
         self._requests: dict[str, RunnerRequest] = {}
 
-    def execute(self, decision: Decision) -> StepResult:
+    def execute(self, decision: Decision, *, retries: bool = True) -> StepResult:
         """Compute one step: write KV, sample where asked.
 
         Where a step fails, each of its requests is computed alone: those that fail again get an
-        error, the others their tokens.
+        error, the others their tokens. Without ``retries`` it raises what the step raised.
         """
         for request_id in decision.forget:
             self._requests.pop(request_id, None)
@@ -73,6 +73,8 @@ class ModelRunner:
                 self._execute(requests, result)
         except Exception as error:  # Whatever it is, it must not take down the other requests.
             self._settle()
+            if not retries:
+                raise
             logger.warning("step %d failed (%s); its requests run alone", decision.step, error)
             result = StepResult(decision.step)
             for request in requests:

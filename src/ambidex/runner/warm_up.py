@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ambidex.errors import InvalidModelError
+from ambidex.errors import InvalidModelError, OutOfMemory, memory_refusal
 from ambidex.request import SamplingParams
 from ambidex.runner.decision import Decision, NewRequest, ScheduledRequest
 
@@ -25,7 +25,8 @@ class Largest:
 
 def warm_up(runner: ModelRunner, largest: Largest | None = None) -> None:
     """Record the step, then compute a few tokens; with ``largest`` the largest steps too, so that
-    none of them fails later. Raises InvalidModelError where a step fails."""
+    none of them fails later. Raises OutOfMemory where a step gets too little memory, and
+    InvalidModelError where it fails otherwise."""
     if runner.replayer is not None and not runner.replayer.record():
         runner.replayer = None
     _step(runner, [8])
@@ -57,10 +58,18 @@ def _step(runner: ModelRunner, lengths: Sequence[int]) -> None:
         new = NewRequest(params, [0] * length, length)
         name = f"warm-up-{index}"
         requests.append(ScheduledRequest(name, new.token_ids, 0, tables, sample=True, new=new))
-    result = runner.execute(Decision("warm-up", -1, requests))
-    runner.forget_all()
+    what = f"A step with {sum(lengths)} tokens of {len(lengths)} requests"
+    try:
+        # As a whole: that its requests can be computed one by one is of no use to a server.
+        result = runner.execute(Decision("warm-up", -1, requests), retries=False)
+    except Exception as error:
+        refused = error if isinstance(error, OutOfMemory) else memory_refusal(error)
+        if refused is not None:
+            advice = "Lower --max-num-batched-tokens or --max-num-seqs."
+            raise OutOfMemory(f"{what} gets too little memory: {refused} {advice}") from error
+        raise InvalidModelError(f"{what} failed: {error}") from error
+    finally:
+        runner.forget_all()
     if result.errors:
         reason = next(iter(result.errors.values()))
-        raise InvalidModelError(
-            f"A step with {sum(lengths)} tokens of {len(lengths)} requests failed: {reason}"
-        )
+        raise InvalidModelError(f"{what} failed: {reason}")
