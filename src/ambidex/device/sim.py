@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _POISON = 0xFF
 #: What a limited link may move at once after a pause.
 _BURST_BYTES = 1 << 20
+#: As of --cpu-threads: with more a step does not end.
+_MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,13 @@ def parse_spec(text: str) -> SimSpec:
         value = getattr(spec, name)
         lowest_is_zero = name in ("latency_s", "core_bytes_per_s", "core_flops")
         if name != "clock" and not (0 < value < math.inf or (lowest_is_zero and value == 0)):
-            raise OptionError(f"--device sim: '{key}' must be more than 0, not {value:g}.")
+            least = "at least 0" if lowest_is_zero else "more than 0"
+            end = "" if value < math.inf else " and finite"
+            raise OptionError(f"--device sim: '{key}' must be {least}{end}, not {value:g}.")
+    if spec.threads > _MAX_THREADS:
+        raise OptionError(
+            f"--device sim: 'threads' must be at most {_MAX_THREADS:,}, not {spec.threads:,}."
+        )
     return spec
 
 
