@@ -16,6 +16,7 @@ table to benchmarks/RESULTS.md.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import statistics
@@ -196,6 +197,12 @@ def link_for(args: argparse.Namespace, core: float, case: Case) -> float:
     return link
 
 
+def check_drawing() -> None:
+    """Before minutes of measurements."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--timeline needs matplotlib: pip install matplotlib.")
+
+
 def draw(spans: list[Span], path: Path, title: str) -> None:
     import matplotlib
 
@@ -247,6 +254,8 @@ def main() -> None:
     parser.add_argument("--timeline", type=Path, help="PNG of a streamed step")
     parser.add_argument("--record", action="store_true", help="append to RESULTS.md")
     args = parser.parse_args()
+    if args.timeline is not None:
+        check_drawing()
     lines = [
         f"## {time.strftime('%Y-%m-%d', time.gmtime())}: {cpu_model()}, {machine_name()}, "
         f"{os.cpu_count()} CPUs, Python {platform.python_version()}",

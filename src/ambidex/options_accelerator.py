@@ -18,10 +18,10 @@ from ambidex.options_file import FileEntry
 ACCELERATOR = "Accelerator and weight offload"
 
 _NO_ACCELERATOR = "the CPU is the only lane, there is no accelerator"
-_NO_OFFLOAD = "there is no accelerator to offload from, every weight is in host memory already"
+_NO_OFFLOAD = "without an accelerator every weight is in host memory already"
 _HOST_KV = (
-    "the KV cache is in host memory already; --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE "
-    "gives its size"
+    "without an accelerator the KV cache is in host memory; --kv-cache-memory-bytes or "
+    "VLLM_CPU_KVCACHE_SPACE gives its size"
 )
 _DEVICE_KV = "KV is not moved between memories yet, a preempted request is recomputed"
 _ABSENT = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ambidex.engine.messages import EngineInfo
 from ambidex.engine.summary import describe, memory_report
+from ambidex.memory.expert_cache import CACHED_EXPERTS
 from ambidex.memory.ledger import Ledger, MemorySnapshot
 
 GIB = 1 << 30
@@ -61,6 +62,14 @@ def test_most_weights_beside_an_accelerator_are_worth_a_warning() -> None:
     assert memory_report(memories, modules)["warnings"] == []
     modules = {"a": {"host": 61}, "b": {"sim:0": 39}}
     assert len(memory_report(memories, modules)["warnings"]) == 1
+
+
+def test_copies_of_experts_are_weights_and_no_part_of_the_share() -> None:
+    memories = [host(weights=60), snapshot("sim:0", 100, weights=60)]
+    modules = {"a": {"host": 60}, "b": {"sim:0": 40}, CACHED_EXPERTS: {"sim:0": 20}}
+    report = memory_report(memories, modules)
+    assert (report["cpu_weights"], report["gpu_weights"]) == (60, 60)
+    assert report["cpu_weight_share"] == 0.6
 
 
 def test_the_start_up_table_shows_each_memory() -> None:

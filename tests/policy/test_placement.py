@@ -333,7 +333,26 @@ def test_an_offload_that_is_not_needed_is_done_and_warned_of() -> None:
     assert "with 0 bytes to spare" in exact.warnings[0]
     by_pattern = plan(modules, total(modules) + spare, patterns=("*.down",), mode="compute")
     assert by_pattern.host_bytes == 32 * MIB
-    assert "--offload-layers *.down asks for an offload that is not" in by_pattern.warnings[0]
+    (warning,) = by_pattern.warnings
+    assert "--offload-layers *.down asks for an offload that is not" in warning
+    assert "It is done all the same, and makes steps slower; leave it out." in warning
+
+
+def test_an_offload_that_is_not_needed_may_be_faster() -> None:
+    rate = {"float32": ProductRate(((1, 1e10),))}
+    slow = replace(machine(4e9), device=Processor("device", 1 << 50, 1e9, rate))
+    result = plan(model(), total(model()), cpu_offload_bytes=100 * MIB, profile=slow)
+    assert result.warnings[0].endswith("with 0 bytes to spare. It is done all the same.")
+
+
+def test_a_mode_that_changes_nothing_says_so() -> None:
+    modules = model()
+    (note,) = plan(modules, total(modules), mode="stream").notes
+    assert note == "--offload-mode stream has no effect: all weights fit the accelerator."
+    mixture = model(experts=8)
+    result = plan(mixture, total(mixture) - 1, mode="stream")
+    assert result.staging_bytes == 0 and result.host_bytes > 0
+    assert "--offload-mode stream streams nothing here. What is on the host" in result.notes[-1]
 
 
 def test_more_than_there_is() -> None:
@@ -374,6 +393,7 @@ def test_rows_that_are_never_streamed_are_not_said_to_be(device: float, streams:
     result = plan(model(), total(model()) - 30 * MIB, profile=slow)
     assert result.mode == "split" and result.split_table is not None
     assert result.split_table.streams == streams
+    assert (result.staging_bytes > 0) == streams
     (note,) = (note for note in result.notes if "multiplies" in note)
     assert ("and others are streamed" in note) == streams
 

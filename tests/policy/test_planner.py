@@ -538,6 +538,14 @@ def test_steps_too_large_for_the_accelerator_come_with_smaller_ones() -> None:
     assert 0 < others <= (left + 1) * 2**20
 
 
+def test_a_cache_that_is_too_large_is_what_is_named() -> None:
+    asked = config(cache=CacheConfig(kv_cache_bytes=90 << 30))
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(seven_b(), table_profile("A10", "epyc 7543", 64 << 30), asked)
+    assert "are left for cache and weights: lower --kv-cache-memory-bytes" in caught.value.reason
+    assert "--max-num-batched-tokens" not in caught.value.reason
+
+
 def test_capturing_nothing_is_the_last_way_out() -> None:
     with pytest.raises(PlanRefused) as caught:
         make_plan(seven_b(), small_gpu("1.2GiB"), config())

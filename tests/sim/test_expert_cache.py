@@ -24,6 +24,7 @@ from ambidex.config import (
     SchedulerConfig,
 )
 from ambidex.engine.engine import Engine
+from ambidex.engine.summary import memory_report
 from ambidex.errors import DeviceError
 from ambidex.kernels.native import NativeKernels
 from ambidex.layers.module import Place
@@ -376,6 +377,11 @@ def test_the_cache_takes_what_is_left(tiny_model: Callable[[str], Path], mode: s
         # There is room for all of them.
         size = NUM_LAYERS * NUM_EXPERTS["qwen3_moe"] * 3 * 64 * 32 * 4
         assert [r.num_bytes for r in cached] == ([size] if mode == "auto" else [])
+        report = memory_report(engine.memory(), engine.lane.module_bytes())
+        assert report["gpu_weights"] == taken
+        assert report["modules"].get("cached experts") == (
+            {device.ledger.name: size} if mode == "auto" else None
+        )
         assert (placed_of(engine).experts is None) == (mode == "off")
 
 

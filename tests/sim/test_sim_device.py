@@ -75,7 +75,7 @@ def test_every_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("20us", 20e-6), ("3ms", 3e-3), ("1s", 1.0), ("0.5", 0.5), ("0", 0.0)]
+    ("text", "seconds"), [("20us", 20e-6), ("3ms", 3e-3), ("1s", 1.0), ("0.5s", 0.5), ("0", 0.0)]
 )
 def test_latencies(text: str, seconds: float) -> None:
     assert parse_spec(f"latency={text}").latency_s == pytest.approx(seconds)
@@ -90,14 +90,18 @@ def test_latencies(text: str, seconds: float) -> None:
         ("memory", "'memory' has no value; for example sim:memory=2GiB"),
         ("memory=", "'memory' has no value"),
         ("memory=lots", "'lots' is no value of 'memory'; for example sim:"),
-        ("memory=-1GiB", "'-1GiB' is no value of 'memory'|'memory' must be more than 0"),
+        ("memory=-1GiB", "'memory' must be more than 0, not -1GiB"),
+        ("memory=2", r"'memory=2' has no unit\. Write memory=2GiB, or what is meant"),
+        ("link=4.5", r"'link=4.5' has no unit\. Write link=4.5GB/s"),
+        ("latency=20", r"'latency=20' has no unit\. Write latency=20us"),
+        ("core_flops=80", r"'core_flops=80' has no unit\. Write core_flops=80G"),
         ("memory=0", "'memory' must be more than 0, not 0"),
         ("link=0", "'link' must be more than 0, not 0"),
         ("link=fast", "'fast' is no value of 'link'"),
         ("speed=nan", "'speed' must be more than 0 and finite, not nan"),
         ("speed=inf", "'speed' must be more than 0 and finite, not inf"),
         ("speed=-1", "'speed' must be more than 0, not -1"),
-        ("latency=-1us", "'latency' must be at least 0, not -1e-06"),
+        ("latency=-1us", "'latency' must be at least 0, not -1us"),
         ("latency=inf", "'latency' must be at least 0 and finite, not inf"),
         ("threads=10000", "'threads' must be at most 1,024, not 10,000"),
         ("latency=1h", "'1h' is no value of 'latency'"),

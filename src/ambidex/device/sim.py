@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -57,6 +58,9 @@ class SimSpec:
     core_flops: float = 0.0
 
 
+_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
+
+
 def _to_rate(text: str) -> float:
     return float(to_size(text.removesuffix("/s")))
 
@@ -80,12 +84,22 @@ _KEYS: dict[str, tuple[str, Callable[[str], object]]] = {
 }
 assert {field for field, _ in _KEYS.values()} == {field.name for field in fields(SimSpec)}
 
+#: Quantities with a unit, and one of theirs: a number alone would be bytes, or seconds.
+_UNITS = {
+    "memory": "GiB",
+    "link": "GB/s",
+    "latency": "us",
+    "core_bandwidth": "GB/s",
+    "core_flops": "G",
+}
+
 EXAMPLE = "sim:memory=2GiB,link=4GB/s,latency=20us,speed=0.25,clock=virtual"
 
 
 def parse_spec(text: str) -> SimSpec:
     """``key=value,key=value``. Raises OptionError with the nearest key."""
     values: dict[str, object] = {}
+    texts: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in _KEYS:
@@ -98,8 +112,14 @@ def parse_spec(text: str) -> SimSpec:
         if not equals or not value:
             raise OptionError(f"--device sim: '{key}' has no value; for example {EXAMPLE}.")
         name, parse = _KEYS[key]
+        if key in _UNITS and _NUMBER.fullmatch(value) and float(value):
+            raise OptionError(
+                f"--device sim: '{key}={value}' has no unit. Write {key}={value}{_UNITS[key]}, or "
+                f"what is meant; for example {EXAMPLE}."
+            )
         if name in values:
             raise OptionError(f"--device sim: '{key}' is given twice.")
+        texts[key] = value
         try:
             values[name] = parse(value)
         except (ValueError, OptionError):
@@ -115,7 +135,7 @@ def parse_spec(text: str) -> SimSpec:
         if name != "clock" and not (0 < value < math.inf or (lowest_is_zero and value == 0)):
             least = "at least 0" if lowest_is_zero else "more than 0"
             end = "" if value < math.inf else " and finite"
-            raise OptionError(f"--device sim: '{key}' must be {least}{end}, not {value:g}.")
+            raise OptionError(f"--device sim: '{key}' must be {least}{end}, not {texts[key]}.")
     if spec.threads > _MAX_THREADS:
         raise OptionError(
             f"--device sim: 'threads' must be at most {_MAX_THREADS:,}, not {spec.threads:,}."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ambidex.config import EngineConfig
 from ambidex.engine.foretold import StepSpeed
 from ambidex.engine.messages import EngineInfo
+from ambidex.memory.expert_cache import CACHED_EXPERTS
 from ambidex.memory.ledger import MemorySnapshot, format_bytes, format_seconds, is_host_memory
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def memory_report(
     """Each memory's ledger, where the weights are, and how fast steps were beside what was
     predicted: plain values, as ``/ledger`` shows them.
 
-    ``modules``: module -> memory -> bytes of its weights.
+    ``modules``: module -> memory -> bytes of its weights; copies of experts are a module of their
+    own, and no part of the share that is on the CPU.
     """
     cpu_weights = gpu_weights = 0
     for sizes in modules.values():
@@ -66,14 +68,15 @@ def memory_report(
                 cpu_weights += num_bytes
             else:
                 gpu_weights += num_bytes
-    share = cpu_weights / max(cpu_weights + gpu_weights, 1)
+    total = cpu_weights + gpu_weights - sum(modules.get(CACHED_EXPERTS, {}).values())
+    share = cpu_weights / max(total, 1)
     accelerators = [each for each in memory if not each.is_host]
     warnings = []
     if accelerators and share > CPU_WEIGHT_SHARE_LIMIT:
         free = ", ".join(f"{format_bytes(each.free_bytes)} on {each.name}" for each in accelerators)
         warnings.append(
             f"{share:.0%} of the weights ({format_bytes(cpu_weights)} of "
-            f"{format_bytes(cpu_weights + gpu_weights)}) are in host memory, and steps are as fast "
+            f"{format_bytes(total)}) are in host memory, and steps are as fast "
             f"as the CPU and the link allow. Free: {free}."
         )
     return {

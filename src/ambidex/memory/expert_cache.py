@@ -20,6 +20,8 @@ HYSTERESIS = 1.5
 LEAST_USES = 4.0
 #: All layers are looked at in that many steps, and each changes one expert at a time.
 SWEEP_STEPS = 8
+#: The name of the copies in ledgers and among modules.
+CACHED_EXPERTS = "cached experts"
 #: Most rows of a step whose experts the two memories share.
 MAX_ROWS = 64
 #: Weights of uses grow instead of all scores shrinking; beyond this they all begin again at one.

@@ -151,6 +151,10 @@ def describe(plan: PlacementPlan) -> list[str]:
     return lines
 
 
+_LITTLE_USED = (
+    "What is on the host is computed there, not streamed: of experts and of tables that are looked "
+    "up a step uses little."
+)
 _HOW = {
     "compute": "The CPU multiplies with what is on the host",
     "stream": "What is on the host is streamed",
@@ -223,7 +227,7 @@ class _Planner(Drafts):
         warnings: list[str] = []
         if asked or patterns:
             draft = self._draft_asked()
-            warnings += self._unneeded()
+            warnings += self._unneeded(draft)
             if asked is not None and asked > self.most:
                 warnings.append(
                     f"--cpu-offload-gb asks for {format_bytes(asked)}; all that may leave the "
@@ -239,7 +243,11 @@ class _Planner(Drafts):
                     f"{format_bytes(draft.host_bytes)} stay on the host."
                 )
         self._check_host(draft)
-        notes += self._reasons(draft)
+        table = self._table(draft)
+        if table is not None and not table.streams and not draft.streamed_bytes:
+            # Nothing passes through it, whatever the number of tokens.
+            draft = replace(draft, ring_layers=0, ring_layer_bytes=0)
+        notes += self._reasons(draft, table)
         plan = PlacementPlan(
             places=draft.places,
             mode=draft.mode,
@@ -252,7 +260,7 @@ class _Planner(Drafts):
             ring_layers=draft.ring_layers,
             ring_layer_bytes=draft.ring_layer_bytes,
             device_budget_bytes=self.device_budget,
-            split_table=self._table(draft),
+            split_table=table,
             notes=tuple(notes),
         )
         if plan.cpu_share > LARGE_HOST_SHARE:
@@ -334,22 +342,32 @@ class _Planner(Drafts):
             text += " Fewer bits (--quantization int8 or int4) leave less there."
         return text
 
-    def _unneeded(self) -> Iterator[str]:
+    def _unneeded(self, draft: Draft) -> Iterator[str]:
         spare = self.device_budget - self.total
         if spare >= 0:
+            # A host may be faster than an accelerator that shares the work badly.
+            costs = [self.judge.cost(each) for each in (draft, self.draft(draft.mode, 0))]
+            slower = ", and makes steps slower; leave it out" if costs[0] > costs[1] else ""
             yield (
                 f"{self._request} asks for an offload that is not needed: the weights take "
                 f"{format_bytes(self.total)} and fit the accelerator with {format_bytes(spare)} "
-                "to spare. It is done all the same, and makes each step slower; leave it out."
+                f"to spare. It is done all the same{slower}."
             )
 
     def _table(self, draft: Draft) -> SplitTable | None:
         is_split = any(p.placement is Placement.SPLIT for p in draft.places.values())
         return self.judge.table(draft) if is_split else None
 
-    def _reasons(self, draft: Draft) -> Iterator[str]:
-        """Why ``auto`` chose what it did."""
-        if self.offload.mode != "auto" or not draft.host_bytes:
+    def _reasons(self, draft: Draft, table: SplitTable | None) -> Iterator[str]:
+        """Why ``auto`` chose what it did, and where a mode that was asked for changes nothing."""
+        mode = self.offload.mode
+        if mode != "auto":
+            if not draft.host_bytes:
+                yield f"--offload-mode {mode} has no effect: all weights fit the accelerator."
+            elif mode == "stream" and not draft.streamed_bytes:
+                yield f"--offload-mode {mode} streams nothing here. {_LITTLE_USED}"
+            return
+        if not draft.host_bytes:
             return
         asked = self.offload.cpu_offload_bytes
         wanted = self.most if self.offload.patterns and asked is None else asked
@@ -359,17 +377,13 @@ class _Planner(Drafts):
             if mode != draft.mode
         ]
         if all(other is not None and other.places == draft.places for other in others):
-            yield (
-                "What is on the host is computed there, not streamed: of experts and of tables "
-                "that are looked up a step uses little."
-            )
+            yield _LITTLE_USED
             return
         host, link = (
             f"{rate / 1e9:.1f} GB/s"
             for rate in (self.judge.host_bytes_per_s, self.judge.link_bytes_per_s)
         )
         mix = self.judge.mix
-        table = self._table(draft)
         how = "cut" if table is not None and not table.streams else draft.mode
         text = (
             f"{_HOW[how]}: the CPU reads {host} there, and the link carries {link}. A token "

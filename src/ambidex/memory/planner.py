@@ -33,6 +33,7 @@ from ambidex.memory.sizing import (
 )
 from ambidex.memory.split import SplitTable
 from ambidex.memory.step_memory import (
+    OF_KV,
     StepSizes,
     activation_bytes,
     check_room_for_weights,
@@ -235,7 +236,7 @@ def _plan(
             "captured steps (none with --enforce-eager)": graph_bytes(sizes, captured),
             "tables of positions": rope_bytes(shape, length),
             "decompressing a weight": unpacked,
-            "the KV cache": kv_room,
+            OF_KV: kv_room,
         }
         check_room_for_weights(lane, needs, sizes, limits)
         comfortable = comfortable_kv_bytes(

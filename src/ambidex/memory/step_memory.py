@@ -32,6 +32,8 @@ ROPE_CHUNK = 1024
 LOGIT_ROWS = 64
 #: What kernels' threads hold, rotations, and what a sampler takes however small a vocabulary is.
 FIXED_BYTES = 8 << 20
+#: The name of the KV cache among what an accelerator needs beside weights.
+OF_KV = "the KV cache"
 #: The name of what steps beside an accelerator take of the host.
 HOST_PART = "the host's part of steps"
 
@@ -132,8 +134,13 @@ def check_room_for_weights(
     if total < free:
         return
     parts = [f"{format_bytes(size)} for {what}" for what, size in needs.items() if size]
-    # Where no smaller steps are enough, nothing else that is asked for is named.
-    advice = "Give"
+    # Where no smaller steps are enough, nothing else that is asked for is named, but for a cache.
+    advice, others = "Give", total - needs.get(OF_KV, 0)
+    if others < free:
+        advice = (
+            f"{format_bytes(free - others)} are left for cache and weights: lower "
+            "--kv-cache-memory-bytes, --num-gpu-blocks-override or --max-model-len, or give"
+        )
     for tokens, seqs in SMALLER_STEPS:
         smaller = smaller_steps(limits, tokens, seqs)
         # Results of a context cancel out.

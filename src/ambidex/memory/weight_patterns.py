@@ -116,10 +116,20 @@ def _nothing_named(
         rest = index["rest"]
         if any(_has_part(rest, names) for names in weights):
             near = [f"{layers}.{rest}" if rest else layers for layers in (last, every)]
+    turned = ""
+    if index is not None and _is_reversed(index):
+        turned = " Its end comes before its beginning."
     return (
-        f"--offload-layers {pattern!r} matches no weight of this model, which has {known}. "
+        f"--offload-layers {pattern!r} matches no weight of this model, which has {known}.{turned} "
         f"Near: {', '.join(near)}."
     )
+
+
+def _is_reversed(index: re.Match[str]) -> bool:
+    """Whether both ends of a range are given, and the first is the greater one."""
+    ends = ("start", "stop") if index["colon"] is not None else ("low", "high")
+    first, last = (int(index[end] or 0) for end in ends)
+    return first > last > 0
 
 
 def _near(pattern: str, weights: Sequence[Sequence[str]]) -> list[str]:

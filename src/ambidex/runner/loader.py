@@ -32,6 +32,7 @@ from ambidex.kv.cache import KVCache, kv_cache_bytes
 from ambidex.layers.module import BuildContext, submodules
 from ambidex.layers.rope import Rope, rope_bytes
 from ambidex.layers.sampler import sampler_bytes
+from ambidex.memory.expert_cache import CACHED_EXPERTS
 from ambidex.memory.host import give_freed_memory_back
 from ambidex.memory.ledger import format_bytes
 from ambidex.memory.sizing import (
@@ -45,6 +46,7 @@ from ambidex.memory.sizing import (
 from ambidex.memory.step_memory import (
     HOST_PART,
     LOGIT_ROWS,
+    OF_KV,
     StepSizes,
     activation_bytes,
     check_room_for_weights,
@@ -128,8 +130,13 @@ class LoadedLane:
     predict: Predict | None
 
     def module_bytes(self) -> dict[str, dict[str, int]]:
-        """Module -> memory -> bytes of its weights."""
-        return bytes_of_modules(self.runner.model.named_parameters(), self.device.ledger.name)
+        """Module -> memory -> bytes of its weights, and of copies of the host's experts."""
+        ledger = self.device.ledger
+        found = bytes_of_modules(self.runner.model.named_parameters(), ledger.name)
+        for held in ledger.reservations("weights"):
+            if held.name == CACHED_EXPERTS:
+                found[CACHED_EXPERTS] = {ledger.name: held.num_bytes}
+        return found
 
     def close(self) -> None:
         """Drop weights, KV cache and kernels: their memory, reservations and threads."""
@@ -381,7 +388,7 @@ class _Loading:
             "captured steps (none with --enforce-eager)": self._captured_bytes,
             "tables of positions": rope_bytes(self._model),
             "decompressing a weight": self._compressing.staging_bytes,
-            "the KV cache": room,
+            OF_KV: room,
         }
         ledger = self._accelerator.ledger
         check_room_for_weights(ledger, needs, sizes.steps, self._config.scheduler)
@@ -411,7 +418,7 @@ class _Loading:
             self._weights.append((ledger, staging))
         self._held_back: Reservation | None = None
         if places.cache_bytes:
-            self._held_back = ledger.reserve("weights", "cached experts", places.cache_bytes)
+            self._held_back = ledger.reserve("weights", CACHED_EXPERTS, places.cache_bytes)
 
     # --- weights -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from ambidex.layers.module import Experts, Matrix, Parameter, Place, Table, submodules
 from ambidex.layers.moe import MoE
 from ambidex.memory.cost_model import CostModel
-from ambidex.memory.expert_cache import expert_capacities
+from ambidex.memory.expert_cache import CACHED_EXPERTS, expert_capacities
 from ambidex.memory.judge import typical_mix
 from ambidex.memory.model_shape import KVShape, ModelShape, WeightShape, form_of
 from ambidex.memory.operations import StepLoad
@@ -114,7 +114,7 @@ def start_expert_cache(hands: Hands, model: CausalLM, mode: str, cache_bytes: in
     capacities = expert_capacities([layer.slot_bytes for layer in layers], num_experts, cache_bytes)
     size = ExpertSlots.reserved_bytes(layers, capacities)
     if size:
-        accelerator.ledger.reserve("weights", "cached experts", size)
+        accelerator.ledger.reserve("weights", CACHED_EXPERTS, size)
         slots = ExpertSlots(
             accelerator, placed.host, layers, capacities, is_static=mode == "static"
         )
