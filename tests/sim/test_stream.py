@@ -591,6 +591,26 @@ def test_a_replay_comes_after_everything_before(streams: Streams) -> None:
     assert spans(streams.clock)["reads"] == (5.0, 6.0)
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_replay_waits_for_all_of_its_streams(streams: Streams, is_ahead: bool) -> None:
+    """Each begins when all are done, but for what runs ahead: nobody waits for that."""
+    x, y, gate = torch.zeros(8), torch.zeros(8), threading.Event()
+
+    def launch() -> None:
+        streams["a"].launch("reads", nothing, 1.0, reads=[y if is_ahead else x])
+        streams["b"].launch("copies", nothing, 1.0)
+
+    graph = capture(streams, launch)
+    streams["b"].launch("slow", lambda: gate.wait(PATIENCE_S), 5.0, writes=[x])
+    graph.replay(streams["b"] if is_ahead else None)
+    gate.set()
+    for name in "ab":
+        streams[name].record().wait()
+    began_s = 0.0 if is_ahead else 5.0
+    assert spans(streams.clock)["reads"] == (began_s, began_s + 1.0)
+    assert spans(streams.clock)["copies"] == (5.0, 6.0)
+
+
 def test_a_graph_that_lacks_an_event_fails_when_it_is_replayed(streams: Streams) -> None:
     x = torch.zeros(8)
 
