@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -340,8 +342,60 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["hello"] * 3, replace(GREEDY, n=2))
     monkeypatch.undo()
+    # A step that was under way ends, and is taken in.
+    llm.engine.step()
     assert_idle(llm)
     assert ids_of(llm.generate("hello", GREEDY)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "engine.scheduler.add",
+        "engine.scheduler.schedule",
+        "engine._executor.submit",
+        "engine.wait",
+        "engine.scheduler.update",
+        "_frontend.process",
+        "engine.scheduler.abort",
+    ],
+)
+def test_an_interrupt_leaves_nothing_half_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C raises between any two instructions: a step's tokens, its blocks, or that there was a
+    step at all would be lost, and the next answer would wait for ever."""
+    *path, name = where.split(".")
+    with LLM(str(folder)) as llm:
+        expected = ids_of(llm.generate("hello", GREEDY)[0])
+        owner: Any = llm
+        for part in path:
+            owner = getattr(owner, part)
+        call = getattr(owner, name)
+        calls = 0
+
+        def interrupted(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                signal.raise_signal(signal.SIGINT)
+            return call(*arguments, **named)
+
+        def leave_early() -> None:
+            with contextlib.closing(llm.stream("hello", GREEDY)) as stream:  # type: ignore[type-var]
+                next(stream)
+
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            leave_early()
+        monkeypatch.undo()
+        assert calls
+        # What is still under way ends, and is taken in.
+        for _ in range(3):
+            llm.engine.step(timeout_s=5)
+        assert_idle(llm)
+        assert ids_of(llm.generate("hello", GREEDY)[0]) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # --- streams --------------------------------------------------------------------------------------

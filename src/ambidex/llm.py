@@ -20,6 +20,7 @@ from typing import Any
 from ambidex.config import EngineConfig
 from ambidex.engine.engine import Engine
 from ambidex.engine.frontend import Submission, default_frontend
+from ambidex.engine.interrupts import interrupts_wait
 from ambidex.engine.output import RequestOutput
 from ambidex.engine.progress import Progress
 from ambidex.engine.summary import memory_report
@@ -239,7 +240,7 @@ class LLM:
         running = {submission.request_id: requests for submission, requests in prepared}
         mine: deque[RequestOutput] = deque()
         try:
-            with self._lock:
+            with self._lock, interrupts_wait():
                 for submission, requests in prepared:
                     self._frontend.register(submission, requests)
                     self._outputs[submission.request_id] = mine
@@ -257,7 +258,7 @@ class LLM:
                     logger.warning("request %s failed: %s", output.request_id, output.error)
                 yield output
         finally:
-            with self._lock:
+            with self._lock, interrupts_wait():
                 for request_id, requests in running.items():
                     self._outputs.pop(request_id, None)
                     self._frontend.forget(request_id)
@@ -266,11 +267,16 @@ class LLM:
                         engine.abort([request.request_id for request in requests])
 
     def _step(self) -> None:
-        results, stopped = self._frontend.process(self.engine.step())
-        if stopped:
-            self.engine.abort(stopped)
-        for result in results:
-            self._outputs[result.request_id].append(result)
+        """Begin a step, or take in one that is done; between the two it waits for it."""
+        with interrupts_wait():
+            updates = self.engine.step(0)
+            results, stopped = self._frontend.process(updates)
+            if stopped:
+                self.engine.abort(stopped)
+            for result in results:
+                self._outputs[result.request_id].append(result)
+        if not updates:
+            self.engine.wait()
 
 
 def _prompt_content(prompt: Prompt) -> str | Sequence[int]:

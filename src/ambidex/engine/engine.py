@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from functools import partial
 
 from ambidex.config import EngineConfig
 from ambidex.engine.foretold import Foretelling, StepSpeed
@@ -67,8 +66,8 @@ class Engine:
         )
         self.times = EngineTimes()
         self._foretelling = Foretelling(self.lane.predict)
-        self._in_flight: dict[str, tuple[Decision, float]] = {}
-        self._completions: queue.SimpleQueue[tuple[str, Future[StepResult]]] = queue.SimpleQueue()
+        self._in_flight: dict[str, tuple[Decision, float, Future[StepResult]]] = {}
+        self._completions: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def _load(self) -> LoadedLane:
         """In the lane's thread; an interrupt ends it after the tensor that is being read."""
@@ -118,7 +117,7 @@ class Engine:
         """Submit what idle lanes can do, wait for one completion, return its outputs.
 
         Returns an empty list where there is nothing to do or ``timeout_s`` has passed. Raises
-        EngineDeadError in a forked child.
+        EngineDeadError in a forked child. Whoever may be interrupted waits in :meth:`wait`.
         """
         self.check_process()
         for lane in self.lanes:
@@ -128,24 +127,28 @@ class Engine:
             decision = self.scheduler.schedule(lane)
             if decision is None:
                 continue
-            self._in_flight[lane] = (decision, began)
             future = self._executor.submit(lane, self.lane.runner, decision)
-            future.add_done_callback(partial(self._complete, lane))
-        if not self._in_flight:
-            return []
-        try:
-            lane, done = self._completions.get(timeout=timeout_s)
-        except queue.Empty:
-            return []
-        decision, began = self._in_flight.pop(lane)
-        result = done.result()
-        outputs = self.scheduler.update(decision, result)
-        self._account(decision, result, began)
-        return outputs
+            self._in_flight[lane] = (decision, began, future)
+            future.add_done_callback(lambda _: self._completions.put(None))
+        self.wait(timeout_s)
+        for lane, (decision, began, future) in self._in_flight.items():
+            if future.done():
+                del self._in_flight[lane]
+                result = future.result()
+                outputs = self.scheduler.update(decision, result)
+                self._account(decision, result, began)
+                return outputs
+        return []
 
-    def _complete(self, lane: str, done: Future[StepResult]) -> None:
-        """Called in the lane's thread."""
-        self._completions.put((lane, done))
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until :meth:`step` has something to return at once, or ``timeout_s`` has passed.
+        Nothing changes here: it may be interrupted."""
+        # What comes out of the queue says only that it is time to look: it may be lost, or old.
+        while self._in_flight and not any(f.done() for _, _, f in self._in_flight.values()):
+            try:
+                self._completions.get(timeout=timeout_s)
+            except queue.Empty:
+                return
 
     def _account(self, decision: Decision, result: StepResult, began: float) -> None:
         elapsed = time.perf_counter() - began
