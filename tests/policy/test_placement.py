@@ -577,7 +577,7 @@ def test_forbidden_and_needed() -> None:
         "or give --cpu-offload-size 24MiB instead."
     )
     message = refusal(modules, total(modules) - 20 * MIB, 20 * MIB, cpu_offload_bytes=0)
-    assert "24.00 MiB would have to go there, where 20.00 MiB are free. Free memory" in message
+    assert "24.00 MiB would have to go there, where 20.00 MiB are free beside what" in message
 
 
 def test_too_small_a_size() -> None:
@@ -605,8 +605,9 @@ def test_more_than_the_host_has() -> None:
     modules = model()
     message = refusal(modules, 140 * MIB, 50 * MIB, cpu_offload_bytes=100 * MIB, profile=FAST_HOST)
     assert message == (
-        "100.00 MiB of weights would stay in host memory, of which 50.00 MiB are free. Lower "
-        "--cpu-offload-gb (100.00 MiB) to --cpu-offload-size 46MiB, or free memory."
+        "100.00 MiB of weights would stay in host memory, of which 50.00 MiB are free beside what "
+        "steps take. Lower --cpu-offload-gb (100.00 MiB) to --cpu-offload-size 46MiB, or free "
+        "memory."
     )
     by_pattern = refusal(modules, 140 * MIB, 50 * MIB, patterns=("*.mlp",), profile=FAST_HOST)
     assert "80.00 MiB of weights would stay in host memory, of which 50.00" in by_pattern

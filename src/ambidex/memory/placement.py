@@ -307,7 +307,7 @@ class _Planner(Drafts):
             return
         text = (
             f"{format_bytes(draft.host_bytes)} of weights would stay in host memory, of which "
-            f"{format_bytes(self.host_budget)} are free. "
+            f"{format_bytes(self.host_budget)} are free beside what steps take. "
         )
         if self.offload.cpu_offload_bytes:
             largest = self._suggest_most()
@@ -432,7 +432,8 @@ class _Planner(Drafts):
             return text + self._remedy()
         return (
             f"{text}{format_bytes(least.host_bytes)} would have to go there, where "
-            f"{format_bytes(self.host_budget)} are free. Free memory, or {self._smaller}."
+            f"{format_bytes(self.host_budget)} are free beside what steps take. Free memory, or "
+            f"{self._smaller}."
         )
 
     def _too_small(self) -> str:
