@@ -9,6 +9,7 @@ Only the thread that calls :meth:`Engine.step` touches the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -134,6 +135,9 @@ class Engine:
         for lane, (decision, began, future) in self._in_flight.items():
             if future.done():
                 del self._in_flight[lane]
+                with contextlib.suppress(queue.Empty):
+                    # Or one would stay for each step that nobody waited for.
+                    self._completions.get_nowait()
                 result = future.result()
                 outputs = self.scheduler.update(decision, result)
                 self._account(decision, result, began)
