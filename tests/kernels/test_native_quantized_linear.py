@@ -14,7 +14,7 @@ _native = pytest.importorskip("ambidex.kernels.cpu._native")
 
 from ambidex.errors import KernelError  # noqa: E402
 from ambidex.kernels.cpu.quantized_linear import QuantizedLinearOps  # noqa: E402
-from ambidex.kernels.quantized import Quantized  # noqa: E402
+from ambidex.kernels.quantized import BY_ROW, Quantized, are_of_one_form  # noqa: E402
 
 LEVELS = _native.supported_levels()
 THREADS = (1, 2, 3)
@@ -321,6 +321,25 @@ def test_rows_of_a_weight(form, columns, seed):
     for start, end in ((1, 16), (0, 17), (0, 80), (32, 16)):
         with pytest.raises(KernelError):
             packed.rows(start, end)
+
+
+@given(FORMS, st.integers(1, 300), st.integers(0, 99))
+@FEW
+def test_parts_below_each_other(form, columns, seed):
+    """Packed one by one where they stay: the panels of the whole."""
+    weight = make(form, (55, columns), seed)
+    ops = OPS[LEVELS[seed % len(LEVELS)], 2]
+    names = [name for name in BY_ROW if getattr(weight, name) is not None]
+    parts = [
+        replace(weight, **{name: getattr(weight, name)[start:end] for name in names})
+        for start, end in ((0, 16), (16, 48), (48, 55))
+    ]
+    assert are_of_one_form(parts)
+    whole, packed = ops.pack_quantized(weight), ops.pack_quantized(parts[0], below=parts[1:])
+    assert packed.shape == whole.shape and packed.num_bytes == whole.num_bytes
+    assert torch.equal(packed.panels, whole.panels)
+    x = inputs(3, columns, seed)
+    assert torch.equal(ops.linear_quantized(x, packed), ops.linear_quantized(x, whole))
 
 
 def test_native_size():

@@ -18,7 +18,7 @@ from ambidex.kernels.cpu.quantized_linear import PackedWeight, QuantizedLinearOp
 from ambidex.kernels.cpu.recording import Recorder, Recording
 from ambidex.kernels.cpu.small import SmallOps
 from ambidex.kernels.cpu.unpack import UnpackOps
-from ambidex.kernels.quantized import Quantized, concatenate
+from ambidex.kernels.quantized import Quantized, are_of_one_form, concatenate
 from ambidex.kernels.reference import ACTIVATIONS
 from ambidex.kernels.rows import TensorRows
 
@@ -186,9 +186,10 @@ class NativeKernels(
         low_bit = [part for part in parts if isinstance(part, Quantized)]
         if not low_bit:
             return self.pack(torch.cat(list(parts)))  # type: ignore[arg-type]
-        joined = concatenate(low_bit) if len(low_bit) == len(parts) else None
-        if joined is not None:
-            return self.pack(joined, precise)
+        if len(low_bit) == len(parts) and are_of_one_form(low_bit):
+            if not is_cut_well:
+                return self.pack(concatenate(low_bit), precise)
+            return self.pack_quantized(low_bit[0], precise, low_bit[1:])
         return StackedWeight(tuple(self.pack(part, precise) for part in parts))
 
     def stack(self, parts: Sequence[FloatWeight | PackedWeight | StackedWeight]) -> StackedWeight:

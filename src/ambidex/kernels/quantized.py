@@ -6,6 +6,7 @@ kernel tables turn it into a layout of their own and keep only that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +159,7 @@ class Quantized:
         """Rows ``start`` to ``end`` alone, sharing memory."""
         cut: dict[str, Any] = {
             field: None if value is None else value[start:end]
-            for field in _BY_ROW
+            for field in BY_ROW
             for value in (getattr(self, field),)
         }
         return Quantized(
@@ -172,7 +173,8 @@ class Quantized:
         )
 
 
-_BY_ROW = (
+#: What has a row for each of the matrix.
+BY_ROW = (
     "codes",
     "scale",
     "scale_codes",
@@ -184,8 +186,8 @@ _BY_ROW = (
 )
 
 
-def concatenate(parts: list[Quantized]) -> Quantized | None:
-    """One matrix of the rows of all ``parts``, or None where their forms differ."""
+def are_of_one_form(parts: Sequence[Quantized]) -> bool:
+    """Whether the rows of all ``parts`` can be one matrix."""
     first = parts[0]
     for part in parts[1:]:
         same = (
@@ -196,16 +198,22 @@ def concatenate(parts: list[Quantized]) -> Quantized | None:
             and _same(part.codebook, first.codebook)
             and _same(part.permutation, first.permutation)
         )
-        for field in _BY_ROW:
+        for field in BY_ROW:
             a, b = getattr(part, field), getattr(first, field)
             same = same and (a is None) == (b is None) and (a is None or a.dtype == b.dtype)
         if not same:
-            return None
+            return False
+    return True
+
+
+def concatenate(parts: Sequence[Quantized]) -> Quantized:
+    """One matrix of the rows of all ``parts``, which are of one form."""
+    first = parts[0]
     joined: dict[str, Any] = {
         field: None
         if getattr(first, field) is None
         else torch.cat([getattr(part, field) for part in parts])
-        for field in _BY_ROW
+        for field in BY_ROW
     }
     return Quantized(
         first.name,

@@ -117,11 +117,15 @@ class QuantizedLinearOps(NativeBase):
     row's bits depend on that row alone. A row that holds NaN or infinity gives NaN.
     """
 
-    def pack_quantized(self, weight: Quantized, precise: bool = False) -> PackedWeight:
-        """``weight`` in panels, at the size of its form. ``precise``: activations that it is
+    def pack_quantized(
+        self, weight: Quantized, precise: bool = False, below: Sequence[Quantized] = ()
+    ) -> PackedWeight:
+        """``weight`` in panels, at the size of its form, and the rows of those ``below``, which are
+        of the same form; all but the last are whole panels. ``precise``: activations that it is
         multiplied with get a scale per 16 rather than 32 columns, which takes longer where many
         rows share the weights. Raises KernelError."""
-        rows, columns = weight.shape
+        parts = (weight, *below)
+        rows, columns = sum(part.shape[0] for part in parts), weight.shape[1]
         if not columns:
             raise KernelError(f"{weight.name} has no columns.")
         kinds = self._native
@@ -174,19 +178,10 @@ class QuantizedLinearOps(NativeBase):
             book[: len(tables)] = tables
 
         self._placer.place(panels.data_ptr(), form.num_panels, form.panel_bytes)
-        zeros = weight.zeros if weight.zeros is not None else minimum
-        sources = [
-            None if tensor is None else _on_cpu(weight.name, tensor)
-            for tensor in (weight.codes, scale, zeros, weight.super_scale, weight.super_minimum)
-        ]
-        self._native.pack_quantized(
-            self._context,
-            form,
-            *(_address(tensor) for tensor in sources),
-            weight.num_groups,
-            -(-columns // SUPER_GROUP),
-            panels.data_ptr(),
-        )
+        at = panels.data_ptr()
+        for part in parts:
+            self._pack_panels(part, form.with_rows(part.shape[0]), at)
+            at += part.shape[0] // PANEL_ROWS * form.panel_bytes
         return PackedWeight(
             weight.name,
             (rows, columns),
@@ -195,6 +190,26 @@ class QuantizedLinearOps(NativeBase):
             panels,
             None if codebook is None else book,
             permutation,
+        )
+
+    def _pack_panels(self, part: Quantized, form: Any, address: int) -> None:
+        """Write the panels of ``part``, which has that form, to ``address``."""
+        scale = part.scale if part.scale is not None else part.scale_codes
+        zeros = next(
+            (each for each in (part.zeros, part.minimum, part.minimum_codes) if each is not None),
+            None,
+        )
+        sources = [
+            None if tensor is None else _on_cpu(part.name, tensor)
+            for tensor in (part.codes, scale, zeros, part.super_scale, part.super_minimum)
+        ]
+        self._native.pack_quantized(
+            self._context,
+            form,
+            *(_address(tensor) for tensor in sources),
+            part.num_groups,
+            -(-part.shape[1] // SUPER_GROUP),
+            address,
         )
 
     def linear_quantized(
