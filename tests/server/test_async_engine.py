@@ -246,6 +246,22 @@ def test_a_bug_in_the_text_side_ends_one_request(monkeypatch: pytest.MonkeyPatch
     run(test)
 
 
+def test_a_bug_in_taking_messages_in_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs is told, and a new engine process serves the next."""
+
+    async def test(engine: AsyncEngine) -> None:
+        def fail(*_: object) -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(engine, "_count_tokens", fail)
+        with pytest.raises(EngineDeadError):
+            await text_of(engine, "a")
+        monkeypatch.undo()
+        assert await text_of(engine, "a") == "bcdef"
+
+    run(test)
+
+
 def test_chat_template_option(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages }}")

@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-import zmq
 import zmq.asyncio
 
 from ambidex import logs
@@ -31,6 +29,7 @@ from ambidex.engine.messages import (
     Alive,
     EngineInfo,
     EngineStats,
+    FromEngine,
     Outputs,
     Ping,
 )
@@ -453,28 +452,30 @@ class AsyncEngine:
     # -- the engine's messages ------------------------------------------------------------------
 
     async def _read(self, handle: EngineHandle) -> None:
-        while True:
-            try:
-                message = await handle.receive()
-            except (msgspec.DecodeError, zmq.ZMQError) as error:
-                # Nothing after it can be trusted: a new process is the way back to a known state.
-                log.error("unreadable message from the engine: %s", error)
-                handle.kill()
-                return
-            self._heard_s = time.monotonic()
-            if isinstance(message, Outputs):
-                self._dispatch(message.outputs)
-                stats = message.stats
-            elif isinstance(message, Alive):
-                stats = message.stats
-                waiting = self._pings.get(message.number or 0)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
-            else:
-                stats = None
-            if stats is not None:
-                self.stats = stats
-                self.metrics.engine_stats(stats)
+        try:
+            while True:
+                self._take_in(await handle.receive())
+        except Exception:
+            # Nothing after it can be trusted, and without a reader everybody would wait for ever: a
+            # new process is the way back to a known state.
+            log.exception("a message of the engine's could not be taken in")
+            handle.kill()
+
+    def _take_in(self, message: FromEngine) -> None:
+        self._heard_s = time.monotonic()
+        if isinstance(message, Outputs):
+            self._dispatch(message.outputs)
+            stats = message.stats
+        elif isinstance(message, Alive):
+            stats = message.stats
+            waiting = self._pings.get(message.number or 0)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        else:
+            stats = None
+        if stats is not None:
+            self.stats = stats
+            self.metrics.engine_stats(stats)
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         """One step's outputs: timing first, then text, then to the requests that wait."""
