@@ -364,8 +364,8 @@ def test_more_than_there_is() -> None:
     )
     assert "100% of the weights" in result.warnings[1]
     assert (
-        "16.00 MiB are enough: leave --cpu-offload-gb (1.00 TiB) out. Fewer bits (--quantization "
-        "int8 or int4) leave less there."
+        "16.00 MiB are enough without --cpu-offload-gb (1.00 TiB): leave it out. Fewer bits "
+        "(--quantization int8 or int4) leave less there."
     ) in result.warnings[1]
 
 
@@ -642,6 +642,18 @@ def test_an_offload_that_makes_it_not_fit() -> None:
     modules = model(1)
     message = refusal(modules, total(modules), patterns=("head",), mode="stream")
     assert "Without it all of them fit: leave it out." in message
+
+
+def test_a_size_and_patterns_that_make_it_not_fit() -> None:
+    """Without the size alone the patterns would ask for the same."""
+    modules = model(1)
+    asked = {"cpu_offload_bytes": 100 * MIB, "patterns": ("head",), "mode": "stream"}
+    message = refusal(modules, total(modules), **asked)
+    assert "Without it and --offload-layers all of them fit: leave both out." in message
+    message = refusal(modules, 2 * total(modules), 0, **asked)
+    assert (
+        "happens without --cpu-offload-gb (100.00 MiB) and --offload-layers. Leave both" in message
+    )
 
 
 def test_only_what_works_is_suggested() -> None:

@@ -281,6 +281,13 @@ class _Planner(Drafts):
             f"choose a smaller model or {bits if self.judge.shape.is_plain else 'a smaller file'}"
         )
 
+    @property
+    def _beside(self) -> tuple[str, str]:
+        """What asks for an offload beside :attr:`_request`, and what to leave out so that nothing
+        does."""
+        is_both = self.offload.cpu_offload_bytes and self.offload.patterns
+        return (" and --offload-layers", "both") if is_both else ("", "it")
+
     def _draft_asked(self) -> Draft:
         """What was asked for, by size or by patterns."""
         asked = self.offload.cpu_offload_bytes
@@ -319,9 +326,10 @@ class _Planner(Drafts):
             enough = f"{format_bytes(least.host_bytes)} there are enough"
             if not least.host_bytes:
                 enough = "All of them fit the accelerator"
+            others, leave = self._beside
             raise OutOfMemory(
-                f"{text}{enough}, which is what happens without {self._request}. Leave it out, or "
-                "free memory."
+                f"{text}{enough}, which is what happens without {self._request}{others}. Leave "
+                f"{leave} out, or free memory."
             )
         raise OutOfMemory(
             f"{text}The weights take {format_bytes(self.total)}, and the accelerator has "
@@ -337,7 +345,8 @@ class _Planner(Drafts):
         if (plan.asked_bytes or plan.patterns) and self.total > self.device_budget:
             least = self._with(cpu_offload_bytes=None, patterns=())._least_of_any()
             if least is not None and least.host_bytes < plan.host_bytes:
-                text += f" {format_bytes(least.host_bytes)} are enough: leave {self._request} out."
+                enough, (others, leave) = format_bytes(least.host_bytes), self._beside
+                text += f" {enough} are enough without {self._request}{others}: leave {leave} out."
         if self.judge.shape.is_plain:
             text += " Fewer bits (--quantization int8 or int4) leave less there."
         return text
@@ -408,7 +417,8 @@ class _Planner(Drafts):
             f"{format_bytes(self.device_budget)} for them. "
         )
         if self.total <= self.device_budget:
-            return f"{text}Without it all of them fit: leave it out."
+            others, leave = self._beside
+            return f"{text}Without it{others} all of them fit: leave {leave} out."
         if self.offload.cpu_offload_bytes:
             size = self._suggest_least()
             if size is not None:
