@@ -511,7 +511,7 @@ def test_a_host_too_small_for_its_part_of_steps_says_what_helps() -> None:
     with pytest.raises(PlanRefused) as caught:
         make_plan(seven_b(), profile, config())
     assert "of host memory beside the accelerator's, and 804.00 MiB are free" in caught.value.reason
-    assert "Lower --max-model-len, --max-num-batched-tokens or" in caught.value.reason
+    assert "Lower --max-num-batched-tokens or --max-num-seqs" in caught.value.reason
 
 
 def small_gpu(size: str) -> HardwareProfile:

@@ -157,7 +157,7 @@ def check_room_for_weights(
     raise OutOfMemory(
         f"{ledger.name} has {format_bytes(free)}, and steps leave nothing of it for weights: they "
         f"need {format_bytes(total)}, {', '.join(parts)}. {advice} more than "
-        f"{format_bytes(total)} of the accelerator (--device, --gpu-memory-limit, "
+        f"{format_bytes(total)} of the accelerator, weights apart (--device, --gpu-memory-limit, "
         "--gpu-memory-utilization)."
     )
 
@@ -178,8 +178,8 @@ def reserve_host_part(host: Ledger, num_bytes: int) -> Reservation:
         raise OutOfMemory(
             f"Steps need {format_bytes(num_bytes)} of host memory beside the accelerator's, and "
             f"{format_bytes(host.free_bytes)} are free for them: weights there take "
-            f"{format_bytes(host.reserved_bytes('weights'))}. Lower --max-model-len, "
-            "--max-num-batched-tokens or --max-num-seqs, or free memory."
+            f"{format_bytes(host.reserved_bytes('weights'))}. Lower --max-num-batched-tokens or "
+            "--max-num-seqs, or free memory."
         )
     return host.reserve("activations", HOST_PART, num_bytes)
 
