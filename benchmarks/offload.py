@@ -127,9 +127,9 @@ class Measured:
 
 def measure(args: argparse.Namespace, clock: str, core: float, case: Case, link: float) -> Measured:
     device = (
-        f"sim:memory=4GiB,link={round(link)},speed={SPEED},clock={clock},"
-        f"core_bandwidth={round(core * args.core_bandwidth * 1e9)},"
-        f"core_flops={round(core * args.core_flops * 1e9)}"
+        f"sim:memory=4GiB,link={round(link)}B/s,speed={SPEED},clock={clock},"
+        f"core_bandwidth={round(core * args.core_bandwidth * 1e9)}B/s,"
+        f"core_flops={core * args.core_flops * 1e9 / (1 << 30):.9f}G"
     )
     engine = Engine(
         EngineConfig(

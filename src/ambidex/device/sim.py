@@ -114,8 +114,8 @@ def parse_spec(text: str) -> SimSpec:
         name, parse = _KEYS[key]
         if key in _UNITS and _NUMBER.fullmatch(value) and float(value):
             raise OptionError(
-                f"--device sim: '{key}={value}' has no unit. Write {key}={value}{_UNITS[key]}, or "
-                f"what is meant; for example {EXAMPLE}."
+                f"--device sim: '{key}={value}' has no unit, such as {_UNITS[key]}; for example "
+                f"{EXAMPLE}."
             )
         if name in values:
             raise OptionError(f"--device sim: '{key}' is given twice.")
