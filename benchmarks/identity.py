@@ -131,7 +131,14 @@ class Model:
     def run(
         self, dtype: str, device: str = "auto", *, is_split: bool = False, **changes: object
     ) -> Ran:
-        config = make_config(self.path, device, dtype=dtype, **changes)  # type: ignore[arg-type]
+        config = make_config(
+            self.path,
+            device,
+            dtype=dtype,
+            kv_cache_bytes=64 << 20,
+            cpu_threads=2,
+            **changes,  # type: ignore[arg-type]
+        )
         with pytest.MonkeyPatch.context() as patch:
             if is_split:
                 place_by(patch, lambda _, parameter: thirds(parameter))

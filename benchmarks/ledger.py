@@ -5,14 +5,16 @@
 
 Each mode runs in a process of its own: an engine computes the largest steps and 32 requests; then
 what the host's ledger has reserved is compared with the most that the process held (VmHWM). Memory
-of the simulated accelerator is this process's too: its pages are counted (smaps) and taken off, and
-stand beside the accelerator's ledger, whose tensors lie with gaps of up to an eighth. The host's
+of the simulated accelerator is this process's too: its pages are counted and taken off, and stand
+beside the accelerator's ledger, whose tensors lie with gaps of up to an eighth. The host's
 ledger should be within 5%. --record appends the table to benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
 import platform
 import subprocess
@@ -48,14 +50,12 @@ def peak_bytes() -> int:
 def pages_of(device: SimDevice) -> int:
     """Bytes of this process's memory that the accelerator's takes."""
     region = device._region
-    is_inside, total = False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, dash, _ = line.split(" ")[0].partition("-")
-        if dash:
-            is_inside = region._base <= int(first, 16) < region._end
-        elif is_inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
-    return total
+    # Of neighbouring areas the system's list says only what they have together.
+    size = region._end - region._base
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(region._base)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def measure(args: argparse.Namespace, mode: str) -> str:
@@ -73,7 +73,11 @@ def measure(args: argparse.Namespace, mode: str) -> str:
     )
     for number in range(REQUESTS):
         params = SamplingParams(
-            max_tokens=3, ignore_eos=True, temperature=float(number % 2), seed=1
+            max_tokens=3,
+            ignore_eos=True,
+            temperature=float(number % 2),
+            seed=1,
+            prompt_logprobs=None if number else 2,
         )
         prompt = [3 + (number + i) % 500 for i in range(16 if number else 256)]
         engine.add_request(EngineRequest(str(number), prompt, params, 0.0))

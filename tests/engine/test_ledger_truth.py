@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as
 #: An engine in a process of its own: it starts, computes its largest step and one of every kind
 #: of choice, and tells what it held.
 PROGRAM = """
-import json, sys
+import ctypes, json, mmap, sys
 from dataclasses import asdict
 import ambidex.runner.loader
 from ambidex.config import (CacheConfig, DeviceConfig, EngineConfig, ModelConfig, OffloadConfig,
@@ -30,16 +30,12 @@ def status(name):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name + ":"))
 
 def resident(address):
-    # Bytes of memory that a range of addresses has.
-    is_inside, total = False, 0
-    with open("/proc/self/smaps") as file:
-        for line in file:
-            first, dash, end = line.split(" ")[0].partition("-")
-            if dash:
-                is_inside = address[0] <= int(first, 16) < address[1]
-            elif is_inside and line.startswith("Rss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+    # Bytes of memory that a range of addresses has. (The system joins neighbours in its list.)
+    begin, end = address[0] // mmap.PAGESIZE * mmap.PAGESIZE, address[1]
+    pages = (ctypes.c_ubyte * -(-(end - begin) // mmap.PAGESIZE))()
+    size = ctypes.c_size_t(end - begin)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), size, pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 settings = json.loads(sys.argv[1])
 engine = Engine(EngineConfig(
@@ -153,8 +149,6 @@ def test_beside_an_accelerator(tiny_model: Callable[..., Path]) -> None:
         device=f"sim:memory=1GiB,{ACCELERATOR}",
         offload={"cpu_offload_bytes": 256 << 20, "mode": "stream"},
         kv_cache_bytes=48 << 20,
-        # What Python keeps of captured launches is in no account: 20 MB for these layers.
-        eager=True,
     )
     assert_true(found)
     assert found["accounts"]["weights"] >= 256 << 20

@@ -41,6 +41,37 @@ def test_it_counts_what_is_in_use(device: SimDevice) -> None:
     assert not device.owns(memory.empty((4,), torch.float32))
 
 
+def test_results_use_the_same_memory_again(device: SimDevice) -> None:
+    memory = HostMemory(device)
+    memory.hold(1000)
+    first = memory.empty((4, 8), torch.float32)
+    place = first.data_ptr()
+    del first
+    again = memory.empty((64,), torch.uint8)
+    assert again.data_ptr() == place
+    # More than is held lies beside it, and is counted alike.
+    large = memory.empty((1 << 26,), torch.uint8)
+    assert memory.taken_bytes == memory.peak_bytes == 64 + (1 << 26)
+    again.fill_(1)
+    large[-1] = 2
+    del again, large
+    assert memory.taken_bytes == 0
+
+
+def test_what_is_needed_is_what_is_kept_and_the_most_beside(device: SimDevice) -> None:
+    memory = HostMemory(device)
+    large = memory.empty((500,), torch.uint8)
+    del large
+    with memory.kept():
+        kept = memory.empty((300,), torch.uint8)
+        passing = memory.empty((50,), torch.uint8)
+        del passing
+    assert (memory.peak_bytes, memory.needed_bytes) == (500, 800)
+    beside = memory.empty((400,), torch.uint8)
+    assert (memory.taken_bytes, memory.needed_bytes) == (700, 800)
+    del kept, beside
+
+
 def test_at_its_limit_launching_waits_for_what_was_launched(device: SimDevice) -> None:
     memory = HostMemory(device)
     memory.limit_bytes = 1000

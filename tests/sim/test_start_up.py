@@ -140,7 +140,7 @@ def test_a_comfortable_cache_gives_way_to_weights(sim_model: Callable[..., Path]
     folder = sim_model("llama")
     # Vectors and few rows of matrices: an eighth of it all is many times as much.
     size = int((needed_bytes(folder) + (16 << 10)) / 0.92)
-    engine = Engine(make_config(folder, SIM.replace("256MiB", str(size)), **FREE))
+    engine = Engine(make_config(folder, SIM.replace("256MiB", f"{size}B"), **FREE))
     try:
         accounts = engine.lane.device.ledger.snapshot().accounts
         assert 0 < accounts["weights"] < 32 << 10
@@ -166,7 +166,7 @@ def test_a_refused_plan_keeps_nothing(
     monkeypatch.setattr(loader, "open_checkpoint", noted)
     offload = OffloadConfig(mode="stream")
     with pytest.raises(OutOfMemory, match=r"has .* for weights") as raised:
-        Engine(make_config(folder, SIM.replace("256MiB", str(size)), offload, **FREE))
+        Engine(make_config(folder, SIM.replace("256MiB", f"{size}B"), offload, **FREE))
     gc.collect()
     assert [reference() for reference in opened] == [None]
     assert raised.value.__traceback__ is not None

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 from ambidex.device.base import Accelerator
+from ambidex.device.region import Region
+from ambidex.errors import OutOfMemory
+from ambidex.memory.ledger import Ledger
+
+#: Of the region: it has no other.
+_ACCOUNT = "activations"
 
 
 class _Held(np.ndarray):
@@ -31,11 +37,36 @@ class HostMemory:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.limit_bytes: float = math.inf
-        #: Of results in use: now, and the most at a time.
-        self.taken_bytes = 0
+        #: The most that results in use took at a time.
         self.peak_bytes = 0
+        #: Of them, what is kept for later; and the most that others took at a time.
+        self._kept_bytes = 0
+        self._ahead_bytes = 0
+        self._is_keeping = False
+        self._region: Region | None = None
+        #: Of results beside the region.
+        self._beside_bytes = 0
         # Filled by finalisers, which may run at any point of any thread.
         self._freed: deque[int] = deque()
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of results in use."""
+        self.collect()
+        held = 0 if self._region is None else self._region.taken_bytes(_ACCOUNT)
+        return self._beside_bytes + held
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all kinds of steps that have been so far: what is kept, and the most beside it."""
+        return self._kept_bytes + self._ahead_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Keep addresses for so much. Results live short and are of all sizes, and other threads
+        drop them: from the C library's heap they left twice what they take."""
+        ledger = Ledger("host", num_bytes)
+        ledger.reserve(_ACCOUNT, "results", num_bytes)
+        self._region = Region(ledger)
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.numel() == 0 or not self._accelerator.owns(tensor)
@@ -52,30 +83,41 @@ class HostMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(shape, dtype=dtype)
-        self.collect()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             self._accelerator.settle()
-            self.collect()
+        made = self._make(num_bytes)
+        taken = self.taken_bytes
+        self.peak_bytes = max(self.peak_bytes, taken)
+        if not self._is_keeping:
+            self._ahead_bytes = max(self._ahead_bytes, taken - self._kept_bytes)
+        return made.view(dtype).view(shape)
+
+    def _make(self, num_bytes: int) -> Tensor:
+        if self._region is not None:
+            # The limit is where launching waits, not where results end.
+            with contextlib.suppress(OutOfMemory):
+                return self._region.empty((num_bytes,), torch.uint8, _ACCOUNT)
         held = np.empty(num_bytes, np.uint8).view(_Held)
         weakref.finalize(held, self._freed.append, num_bytes)
-        self.taken_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
-        return torch.from_numpy(held).view(dtype).view(shape)
+        self._beside_bytes += num_bytes
+        return torch.from_numpy(held)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """What is taken within is kept for later, as a captured step's results are: it is not ahead
         of computing, and launching does not wait for it."""
-        self.collect()
         before, limit, self.limit_bytes = self.taken_bytes, self.limit_bytes, math.inf
+        self._is_keeping = True
         try:
             yield
-            self.collect()
-            limit += self.taken_bytes - before
+            kept = max(self.taken_bytes - before, 0)
+            self._kept_bytes += kept
+            limit += kept
         finally:
+            self._is_keeping = False
             self.limit_bytes = limit
 
     def collect(self) -> None:
         """Count what is not in use any more."""
         while self._freed:
-            self.taken_bytes -= self._freed.popleft()
+            self._beside_bytes -= self._freed.popleft()

@@ -7,6 +7,7 @@ of no request.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from ambidex.models.registry import CausalLM
     from ambidex.weights.placed import PlacedKernels
     from ambidex.weights.streamer import StagedRows
+
+
+#: Of a block that Python hands out, with what of tensors lies outside of it: as measured. Launches
+#: are many small objects.
+_BLOCK_BYTES = 130
 
 
 @dataclass(slots=True)
@@ -72,6 +78,8 @@ class GraphReplayer:
         self._captured: dict[int, _Captured] = {}
         self._ropes = [module for module in submodules(model) if isinstance(module, Rope)]
         self.num_replays = 0
+        #: What captured launches take of the host: on the simulated accelerator Python's objects.
+        self.launch_bytes = 0
 
     @property
     def warm_up_rows(self) -> Sequence[int]:
@@ -149,11 +157,13 @@ class GraphReplayer:
         batch = Batch(ids, positions, rows, cache, attention, max_position=0)
         graph = self._device.graph()
         before, arrivals = kernels.counts(), kernels.arrivals()
+        blocks = sys.getallocatedblocks()
         with self._host_memory.kept(), graph.capture():
             batch.positions = kernels.put(positions)
             hidden = self._model(batch)
             logits = self._model.head(kernels.take_logit_rows(hidden, range(rows)))
             kernels.end_step()
+        self.launch_bytes += _BLOCK_BYTES * max(sys.getallocatedblocks() - blocks, 0)
         after = kernels.counts()
         counts = {name: after[name] - before[name] for name in after}
         # They are counted by the replay that follows.

@@ -373,7 +373,9 @@ class _Loading:
             num_bytes = self._sizes.host_step_bytes
             self._host_part = reserve_host_part(hands.host.ledger, num_bytes)
             assert hands.host_memory is not None
-            hands.host_memory.limit_bytes = layer_bytes(self._sizes.steps, config.scheduler)
+            ahead = layer_bytes(self._sizes.steps, config.scheduler)
+            hands.host_memory.limit_bytes = ahead
+            hands.host_memory.hold(ahead + self._captured_bytes)
 
     def _room_beside_weights(self) -> tuple[int, int, int]:
         """Bytes for what is neither weights nor KV cache, for the least cache, and for a
@@ -526,6 +528,11 @@ class _Loading:
             host.release(self._host_part)
             for name, num_bytes in _host_part_bytes(config, self._hands, vocab_size).items():
                 host.reserve("activations", name, num_bytes)
+            graphs = self._runner.replayer
+            if isinstance(graphs, GraphReplayer):
+                # They are there already, whether there was room for them or not.
+                launches = min(graphs.launch_bytes, host.free_bytes)
+                host.reserve("graphs", "captured launches", launches)
         ropes = [module for module in submodules(self._model) if isinstance(module, Rope)]
         rotations = [part for rope in ropes for part in rope.tables]
         arena: list[torch.Tensor] = []
@@ -630,9 +637,11 @@ def _host_part_bytes(config: EngineConfig, hands: Hands, vocab_size: int) -> dic
     """What steps take of the host's memory beside an accelerator."""
     assert hands.host_memory is not None
     return {
-        HOST_PART: hands.host_memory.peak_bytes,
+        HOST_PART: hands.host_memory.needed_bytes,
         "kernel threads": cast("NativeKernels", hands.host.kernels).memory_bytes,
         "logits": 2 * 4 * LOGIT_ROWS * vocab_size,
+        # The same as they came from the accelerator.
+        "fetched logits": 2 * 4 * LOGIT_ROWS * vocab_size,
         "sampler": sampler_bytes(max(config.scheduler.max_num_seqs, LOGIT_ROWS), vocab_size),
     }
 
