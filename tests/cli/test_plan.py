@@ -557,11 +557,11 @@ def test_what_nothing_helps_names_the_smallest_machine(call_command: Command) ->
 
 
 def test_an_accelerator_may_be_what_is_too_small(call_command: Command) -> None:
-    gpu = "memory=1GB,bandwidth=99GB/s,flops=9T"
+    gpu = "memory=700MB,bandwidth=99GB/s,flops=9T"
     done = call_command("plan", "qwen2.5-7b", "--gpu", gpu, "--ram", "500GB", "-q", "int4")
     assert done.code == 1
-    size = re.findall(r"an accelerator of (\d+) GiB with these options", done.err)[0]
-    gpu = gpu.replace("1GB", f"{size}GiB")
+    size, unit = re.findall(r"an accelerator of (\d+) ([MG]iB) with these options", done.err)[0]
+    gpu = gpu.replace("700MB", f"{size}{unit}")
     assert call_command("plan", "qwen2.5-7b", "--gpu", gpu, "-q", "int4").code == 0
 
 
